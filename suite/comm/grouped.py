@@ -1,0 +1,124 @@
+"""Shared by byte codecs with one float32 scale a group: grouping, padding, byte views, sums. int8.py and fp8.py say the numbers.
+
+A row of n elements is cut into ceil(n / group) groups, the last one filled up with zeros:
+    wire of a row = [codes of all groups, 1 B each | scales, 4 B each]        (1 + 4 / group) B per element
+A group with a NaN or Inf gets a NaN scale, so all of it decodes to NaN, and `nonfinite` counts it. A group of zeros has
+scale 0 and decodes to exact zeros. Arithmetic is float32, sums go in rank order; the same input gives the same bytes.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from suite.seams import Key
+
+ALGORITHMS = ("auto", "one-shot", "two-shot")
+
+
+class Grouped:
+    """A codec whose codes are one byte. A value of it gives `name`, `top` (largest code) and the two casts."""
+
+    native = None
+    name: str
+    top: float
+
+    def __init__(self, group: int = 128, min_bytes: int = 0, algorithm: str = "auto") -> None:
+        if group < 1 or min_bytes < 0 or algorithm not in ALGORITHMS:
+            raise ValueError(f"comm {self.name}: group {group}, min_bytes {min_bytes}, algorithm {algorithm!r}: expected "
+                             f"at least 1, at least 0, one of {', '.join(ALGORITHMS)}")
+        self.group, self.min_bytes, self.algorithm = group, min_bytes, algorithm
+        self._bad: dict[torch.device, Tensor] = {}
+        self._compiled: dict[str, Callable] = {}
+
+    def to_codes(self, y: Tensor) -> Tensor:
+        """float32 within [-top, top] -> uint8, rounded half to even."""
+        raise NotImplementedError
+
+    def from_codes(self, codes: Tensor) -> Tensor:
+        """uint8 -> float32."""
+        raise NotImplementedError
+
+    @property
+    def nonfinite(self) -> int:
+        """Groups with a NaN or Inf encoded so far (waits for the device)."""
+        return sum(int(n) for n in self._bad.values())
+
+    def nbytes(self, numel: int) -> int:
+        return -(-numel // self.group) * (self.group + 4)
+
+    def encode(self, x: Tensor, out: Tensor, key: Key) -> None:
+        """x [..., n] of any float dtype -> out [..., nbytes(n)] uint8."""
+        groups = self._groups(x)
+        codes, scales = self._on(x.device, "quantise", groups)
+        self._write(codes, scales, out)
+
+    def decode(self, wire: Tensor, out: Tensor) -> None:
+        """wire [..., nbytes(n)] uint8 -> out [..., n] of any float dtype."""
+        codes, scales = self._split(wire)
+        values = self._on(wire.device, "dequantise", codes, scales).flatten(-2)
+        out.copy_(values[..., : out.shape[-1]])
+
+    def reduce(self, wires: Sequence[Tensor], out: Tensor) -> None:
+        """Sum of p wires [nbytes(n)] in float32, in their order -> out [n]."""
+        values = self._on(wires[0].device, "total", *self._split_all(wires)).flatten()
+        out.copy_(values[: out.shape[0]])
+
+    def reencode(self, wires: Sequence[Tensor], numel: int, out: Tensor, key: Key) -> None:
+        """encode(reduce(wires)) of `numel` elements, whole groups throughout -> out [nbytes(numel)]."""
+        if numel % self.group:
+            raise ValueError(f"comm {self.name}: reencode: {numel} elements are no whole groups of {self.group}")
+        codes, scales = self._on(out.device, "requantise", *self._split_all(wires))
+        self._write(codes, scales, out)
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 [..., g, group] -> codes uint8 of that shape, scales [..., g]."""
+        peak = x.abs().amax(-1)
+        scales = torch.where(torch.isfinite(peak), peak / self.top, torch.nan)
+        steps = torch.where(scales > 0, scales, torch.inf)[..., None]  # NaN > 0 is false: such codes are 0, their scale says it
+        y = torch.where(torch.isfinite(x), x / steps, 0.0).clamp(-self.top, self.top)
+        return self.to_codes(y), scales
+
+    def dequantise(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return self.from_codes(codes) * scales[..., None]
+
+    def total(self, codes: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:
+        out = self.dequantise(codes[0], scales[0])
+        for c, s in zip(codes[1:], scales[1:]):
+            out = out + self.dequantise(c, s)
+        return out
+
+    def requantise(self, codes: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        return self.quantise(self.total(codes, scales))
+
+    def _on(self, device: torch.device, method: str, *arguments):
+        """Runs one of the four above, fused by torch.compile on a GPU: eager would pass over memory ten times."""
+        if device.type != "cuda":
+            return getattr(self, method)(*arguments)
+        if method not in self._compiled:
+            self._compiled[method] = torch.compile(getattr(self, method), dynamic=True)
+        return self._compiled[method](*arguments)
+
+    def _groups(self, x: Tensor) -> Tensor:
+        n = x.shape[-1]
+        x = F.pad(x, (0, -n % self.group)) if n % self.group else x
+        return x.reshape(*x.shape[:-1], -1, self.group).to(torch.float32)
+
+    def _write(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        n = codes.shape[-2] * self.group
+        out[..., :n].copy_(codes.flatten(-2))
+        out[..., n:].copy_(scales.contiguous().view(torch.uint8))
+        bad = torch.isnan(scales).sum()
+        self._bad[out.device] = self._bad[out.device] + bad if out.device in self._bad else bad
+
+    def _split(self, wire: Tensor) -> tuple[Tensor, Tensor]:
+        groups = wire.shape[-1] // (self.group + 4)
+        n = groups * self.group
+        scales = wire[..., n:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # its bytes may lie anywhere
+        return wire[..., :n].unflatten(-1, (groups, self.group)), scales
+
+    def _split_all(self, wires: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        pairs = [self._split(wire) for wire in wires]
+        return [codes for codes, _ in pairs], [scales for _, scales in pairs]

@@ -1,0 +1,26 @@
+"""int8 on the wire: one float32 scale a group, symmetric, no transform. (1 + 4/group) B per element.
+
+    s = max|x| / 127,   q = round_half_even(x / s) in [-127, 127],   x' = q s
+The relative L2 error of a Gaussian is 0.65 % at group 128.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from suite.comm.grouped import Grouped
+
+
+class Int8(Grouped):
+    name = "int8"
+    top = 127.0
+
+    def to_codes(self, y: Tensor) -> Tensor:
+        return y.round().to(torch.int8).view(torch.uint8)
+
+    def from_codes(self, codes: Tensor) -> Tensor:
+        return codes.view(torch.int8).to(torch.float32)
+
+
+def build(group: int = 128, min_bytes: int = 0, algorithm: str = "auto", **context) -> Int8:
+    return Int8(group, min_bytes, algorithm)

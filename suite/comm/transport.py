@@ -1,0 +1,107 @@
+"""The only file that calls torch.distributed's collectives: tensors in, handles out, every message told to the counter.
+
+Three roads with one face: CPU tensors over gloo, CUDA tensors over NCCL, CUDA tensors over gloo (ranks that share a
+GPU), which cross through pinned host memory. Groups of one process and empty tensors make no call.
+
+Tried with torch 2.11 to 2.13. `all_gather_single` and `reduce_scatter_single` replace the `..._tensor` names that warn in
+2.13. gloo (2.13, CPU) adds, gathers, scatters and exchanges float16/32/64, bfloat16 and integers; it refuses float8,
+which therefore crosses as uint8 everywhere.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from suite.comm.counter import Counter
+from suite.mesh import Group
+
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+_SUMS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@dataclass
+class Handle:
+    """A collective under way. `out` may be read after `wait`; `held` keeps its input alive until then."""
+
+    out: Tensor
+    work: Any = None
+    held: Tensor | None = None
+    device: torch.device | None = None  # where the result goes, if it arrives in host memory
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+            self.work = self.held = None
+        return self.out if self.device is None else self.out.to(self.device)
+
+
+class Transport:
+    """Moves tensors over one group. All inputs are contiguous; p is the group's size."""
+
+    def __init__(self, group: Group, counter: Counter) -> None:
+        self.group, self.counter = group, counter
+        self.size, self.index = group.size, group.index
+
+    def all_reduce(self, x: Tensor, how: Literal["sum", "max"] = "sum") -> Handle:
+        """Sum or maximum over ranks, equal bits on all of them. `x` is overwritten where it is not staged."""
+        if self._alone(x):
+            return Handle(x)
+        buffer = self._near(x)
+        self._tell("all_reduce", buffer)
+        return self._far(x, buffer, dist.all_reduce(buffer, _SUMS[how], group=self.group.handle, async_op=True))
+
+    def all_gather(self, x: Tensor) -> Handle:
+        """[...] of each rank -> [p, ...], in rank order."""
+        if self._alone(x):
+            return Handle(x.new_empty(self.size, *x.shape) if x.numel() == 0 else x[None])
+        source = self._near(x)
+        out = self._new(source, (self.size, *x.shape))
+        self._tell("all_gather", out)
+        return self._far(x, out, _all_gather(out.view(-1), source.view(-1), group=self.group.handle, async_op=True), source)
+
+    def reduce_scatter(self, x: Tensor) -> Handle:
+        """[p, ...] of each rank -> [...], the sum of what all ranks hold at this rank's index."""
+        if self._alone(x):
+            return Handle(x[0])
+        source = self._near(x)
+        out = self._new(source, x.shape[1:])
+        self._tell("reduce_scatter", source)
+        return self._far(x, out, _reduce_scatter(out.view(-1), source.view(-1), group=self.group.handle, async_op=True), source)
+
+    def all_to_all(self, x: Tensor) -> Handle:
+        """[p, ...] of each rank -> [p, ...]: row i of the result is what rank i held for this rank."""
+        if self._alone(x):
+            return Handle(x)
+        source = self._near(x)
+        out = self._new(source, x.shape)
+        self._tell("all_to_all", source)
+        return self._far(x, out, dist.all_to_all_single(out, source, group=self.group.handle, async_op=True), source)
+
+    def barrier(self) -> None:
+        """Returns once every rank of the group has come here."""
+        if self.size > 1:
+            self.counter.message("barrier", 0, self.size)
+            dist.barrier(self.group.handle)
+
+    def _alone(self, x: Tensor) -> bool:
+        return self.size == 1 or x.numel() == 0
+
+    def _tell(self, op: str, whole: Tensor) -> None:
+        self.counter.message(op, whole.nbytes, self.size)
+
+    def _near(self, x: Tensor) -> Tensor:
+        """`x` where the library can read it."""
+        if not self.group.staged:
+            return x
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+
+    def _new(self, source: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=source.dtype, device=source.device, pin_memory=self.group.staged)
+
+    def _far(self, x: Tensor, out: Tensor, work: Any, held: Tensor | None = None) -> Handle:
+        return Handle(out, work, held, x.device if self.group.staged else None)

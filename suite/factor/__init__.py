@@ -1,0 +1,1 @@
+"""How a linear map is written. Part of the model: it changes the function, the parameters and the FLOPs."""

@@ -1,0 +1,227 @@
+"""megatron: tensor parallelism of Megatron-LM (Shoeybi et al., 2019), the baseline of the layout axis.
+
+The residual stream [T, D] is whole on every rank; a sublayer enters by column-parallel maps and leaves by a row-parallel one:
+
+    n = norm(x)             replicated               forward: nothing       backward: all-reduce of dn   [T, D]
+    q, k, v = n Wᵀ          heads of this rank
+    z = attention(q, k, v)
+    y = z W_oᵀ              partial sums             forward: all-reduce of y [T, D]    backward: nothing
+    x = x + y + b_o
+
+Elements on the wire for L layers and T tokens (DESIGN 7a): forward T·D (embedding) + 2L·T·D, backward 2L·T·D + T·D (head);
+cross-entropy T (max) + 2T (sums) in float32. OLMo-2's RMSNorm over all heads of Q and K adds float32 [T, 2] a layer and way.
+
+    tensor                              shard
+    embedding, head [V, D]              rows: the vocabulary
+    q, k, v, gate, up [out, in]         rows: heads, feed-forward; K/V heads fewer than ranks are held by neighbours alike
+    o, down [out, in]                   columns
+    norms, positions, biases of o, down replicated, with equal gradients
+
+Q, K, V share one product, gate and up another. `recompute: segment` keeps what ranks exchanged and recomputes what lies
+between two meets, which holds no forward collective.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from suite.comm.meet import meet
+from suite.comm.wire import Wire
+from suite.loss import linear_cross_entropy
+from suite.norms import layer_norm, rms_norm, wide
+from suite.seams import Op, Precision, Site, Spec
+
+
+def norm_of(card: Mapping[str, Any], p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """The model's norm over the last dimension, which is whole here."""
+    if card["norm"] == "rmsnorm":
+        return rms_norm(x, p[f"{name}.weight"], card["eps"])
+    return layer_norm(x, p[f"{name}.weight"], p[f"{name}.bias"], card["eps"])
+
+
+class Megatron:
+    enter_ops: tuple[Op, Op] = ("none", "all_reduce")
+    leave_ops: tuple[Op, Op] = ("all_reduce", "none")
+    partial = False  # gradients of replicated tensors are whole on every rank
+
+    def __init__(self, *, card: Mapping[str, Any], factor: Any, precision: Precision, tp: Wire, recompute: str = "none"):
+        self.card, self.factor, self.precision, self.tp, self.recompute = card, factor, precision, tp, recompute
+        self.head_size = card["hidden"] // card["heads"]
+        self.kv_parts = min(card["kv_heads"], tp.size)
+        local = {"q": card["heads"] // tp.size, "k": card["kv_heads"] // self.kv_parts, "v": card["kv_heads"] // self.kv_parts}
+        self.widths = {name: heads * self.head_size for name, heads in local.items()}
+        self.widths |= dict.fromkeys(("gate", "up"), card["ffn"] // tp.size)
+
+    # where tensors lie
+
+    def spec(self, param: str, shape: Sequence[int]) -> Spec:
+        *_, name, kind = param.split(".")
+        if name in ("embed", "head", "q", "gate", "up", "q_norm"):
+            return Spec(dim=0)
+        if name in ("k", "v", "k_norm"):
+            return Spec(dim=0, parts=self.kv_parts)
+        if name in ("o", "down") and kind != "bias":
+            return Spec(dim=1)
+        return Spec(partial=self.partial)
+
+    def groups(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """Leaves that hold several members: `...attention.q+k+v.weight`, `...ffn.gate+up.weight`."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            *path, linear, kind = name.split(".")
+            for together in (("q", "k", "v"), ("gate", "up")):
+                if linear in together and (linear != "up" or self.card["gated"]):
+                    found.setdefault(".".join([*path, "+".join(together), kind]), []).append(name)
+        return found
+
+    # where ranks meet
+
+    def attention(self, p: Mapping[str, Tensor], layer: int, noise: Tensor, core: Callable) -> list:
+        """The attention sublayer's chain; a norm over all heads is one more meet, of statistics alone."""
+        into, out = self.enter(p, layer, noise, "attention", ("q", "k", "v")), self.leave(p, layer, noise, "attention", "o")
+        if not self.card["qk_norm"]:
+            return [into, core, out]
+        return [into, lambda *qkv: qkv, HeadsNorm(self, p, layer), core, out]
+
+    def enter(self, p: Mapping[str, Tensor], layer: int, noise: Tensor, sub: str, names: Sequence[str]) -> Enter:
+        return Enter(self, p, layer, noise, sub, names)
+
+    def leave(self, p: Mapping[str, Tensor], layer: int, noise: Tensor, sub: str, name: str) -> Leave:
+        return Leave(self, p, layer, noise, sub, name)
+
+    def embed(self, p: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+        """ids [B, S] -> residual stream. Each rank looks up its rows of the vocabulary; the sum over ranks is the embedding."""
+        table = p["embed.weight"]
+        local = ids.reshape(-1) - self.tp.index * len(table)
+        if self.tp.size == 1:
+            x = torch.nn.functional.embedding(local, table)
+        else:
+            mine = (local >= 0) & (local < len(table))
+            x = torch.nn.functional.embedding(torch.where(mine, local, 0), table) * mine[:, None]
+        x = x.to(self.precision.compute)
+        x, _ = meet(self.tp, x, forward=self.leave_ops[0], backward=self.embed_backward, site=(-1, "embed"))
+        if self.card["position"] == "learned":
+            position = torch.arange(ids.shape[1], device=ids.device).repeat(ids.shape[0])
+            x = x + torch.nn.functional.embedding(self.tokens_here(position), p["positions.weight"]).to(x.dtype)
+        return x
+
+    embed_backward: Op = "none"
+
+    def tokens_here(self, t: Tensor) -> Tensor:
+        """Of something along the tokens, what goes with this rank's residual stream: all of it."""
+        return t
+
+    def final(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Residual stream -> [T, D] whole on every rank, normalised; backward sums the ranks' parts of the head's dX."""
+        x = norm_of(self.card, p, "norm", x)
+        x, _ = meet(self.tp, x, forward=self.enter_ops[0], backward=self.enter_ops[1], site=(-1, "head"))
+        return x
+
+    def head_weight(self, p: Mapping[str, Tensor]) -> Tensor:
+        return p["embed.weight" if self.card["tied"] else "head.weight"]
+
+    def head(self, p: Mapping[str, Tensor], x: Tensor, targets: Tensor, vocab: int) -> Tensor:
+        """Residual stream, targets [T] -> mean loss."""
+        return linear_cross_entropy(self.final(p, x), self.head_weight(p), targets, self.tp, vocab, self.precision.compute)
+
+    def logits(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Residual stream -> this rank's columns of the logits [T, V/p]."""
+        return torch.nn.functional.linear(self.final(p, x), self.head_weight(p).to(self.precision.compute))
+
+    def executed_flops(self, forward: int) -> int:
+        """Forward and backward FLOPs of a step on all ranks, recomputation counted, from the model's forward FLOPs."""
+        return forward * (4 if self.recompute == "segment" else 3)
+
+
+class Enter:
+    """norm (where it comes first) -> meet -> one column-parallel product for all maps."""
+
+    def __init__(self, layout: Megatron, p: Mapping[str, Tensor], layer: int, noise: Tensor, sub: str, names: Sequence[str]):
+        self.layout, self.p, self.layer, self.noise, self.sub, self.names = layout, p, layer, noise, sub, names
+
+    @property
+    def site(self) -> Site:
+        return self.layer, f"{self.sub}.{'+'.join(self.names)}"
+
+    def before(self, x: Tensor):
+        if self.layout.card["place"] == "pre":
+            x = norm_of(self.layout.card, self.p, f"{self.sub}.norm", x)
+        return (x,), None
+
+    def meet(self, ys, exact):
+        forward, backward = self.layout.enter_ops
+        y, exact = meet(self.layout.tp, ys[0], forward=forward, backward=backward, exact=exact, site=self.site)
+        return (y,), exact
+
+    def after(self, ys, exact):
+        name = f"{self.sub}.{'+'.join(self.names)}"
+        y = self.layout.precision.matmul(ys[0], self.p[f"{name}.weight"], self.site, self.noise)
+        if f"{name}.bias" in self.p:
+            y = y + self.p[f"{name}.bias"].to(y.dtype)
+        return y.split([self.layout.widths[n] for n in self.names], dim=-1)
+
+
+class Leave:
+    """row-parallel product -> meet -> bias, norm (where it comes last)."""
+
+    def __init__(self, layout: Megatron, p: Mapping[str, Tensor], layer: int, noise: Tensor, sub: str, name: str):
+        self.layout, self.p, self.layer, self.noise, self.sub, self.name = layout, p, layer, noise, sub, name
+
+    @property
+    def site(self) -> Site:
+        return self.layer, f"{self.sub}.{self.name}"
+
+    def before(self, z: Tensor):
+        return (self.layout.precision.matmul(z, self.p[f"{self.sub}.{self.name}.weight"], self.site, self.noise),), None
+
+    def meet(self, ys, exact):
+        forward, backward = self.layout.leave_ops
+        y, exact = meet(self.layout.tp, ys[0], forward=forward, backward=backward, exact=exact, site=self.site)
+        return (y,), exact
+
+    def after(self, ys, exact):
+        (y,) = ys
+        bias = f"{self.sub}.{self.name}.bias"
+        if bias in self.p:
+            y = y + self.p[bias].to(y.dtype)
+        if self.layout.card["place"] == "post":
+            y = norm_of(self.layout.card, self.p, f"{self.sub}.norm", y)
+        return (y,)
+
+
+class HeadsNorm:
+    """RMSNorm over all heads of Q and over all of K, which are sharded: their sums of squares [T, 2] are what meets, in
+    float32, forward and backward. K/V heads that several ranks hold count once."""
+
+    def __init__(self, layout: Megatron, p: Mapping[str, Tensor], layer: int):
+        self.layout, self.p, self.layer = layout, p, layer
+
+    def before(self, q: Tensor, k: Tensor, v: Tensor):
+        if self.layout.tp.size == 1:
+            return (q, k, v), None
+        copies = self.layout.tp.size // self.layout.kv_parts
+        squares = [t.to(wide(t.dtype)).square().sum(-1) / n for t, n in ((q, 1), (k, copies))]
+        return (q, k, v), torch.stack(squares, dim=-1)
+
+    def meet(self, ys, exact):
+        if exact is not None:
+            exact, _ = meet(self.layout.tp, exact, forward="all_reduce", backward="all_reduce", site=(self.layer, "attention.qk_norm"),
+                            purpose="statistic")
+        return ys, exact
+
+    def after(self, ys, exact):
+        q, k, v = ys
+        card = self.layout.card
+        widths = card["hidden"], card["kv_heads"] * self.layout.head_size
+        squares = [None, None] if exact is None else [s / width for s, width in zip(exact.split(1, dim=-1), widths)]
+        q = rms_norm(q, self.p["attention.q_norm.weight"], card["eps"], squares[0])
+        return q, rms_norm(k, self.p["attention.k_norm.weight"], card["eps"], squares[1]), v
+
+
+def build(recompute: str = "none", *, card: Mapping[str, Any], factor: Any, precision: Precision, tp: Wire) -> Megatron:
+    return Megatron(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute)
+
+

@@ -1,0 +1,1 @@
+"""What is measured and how: time, FLOPs, GPU readings, communication share, provenance, calibration."""

@@ -1,0 +1,1 @@
+"""Axis 3: in what numbers do the matrix products run? One value a file."""

@@ -1,0 +1,10 @@
+"""float64: everything in float64. An oracle for the other precisions and layouts, and what a small model on a CPU runs in."""
+from __future__ import annotations
+
+import torch
+
+from suite.precision.plain import Plain
+
+
+def build() -> Plain:
+    return Plain(torch.float64, torch.float64)

@@ -1,0 +1,304 @@
+"""Claims and their verdicts: workloads/claims.csv x records -> results/tables/claims.csv and claims.md.
+
+Columns of workloads/claims.csv; `-` where there is nothing, an empty cell is an error:
+
+    id, paper, where, statement    what is claimed and where it stands
+    metric, unit                   the metric of the records that answers it, and the unit of the compared number
+    paper_value                    number or text, as it stands there, or `not public`
+    comparison                     value | ratio (numerator / denominator) | difference (numerator - denominator) |
+                                   difference % (100 (numerator / denominator - 1))
+    numerator, denominator         selectors (suite.report.selector)
+    combine                        over the pairs: mean (with a t-interval), min or max (`up to`)
+    direction, target, tolerance   at least | at most | about; the number judged against (- : paper_value); slack in `unit`
+    same_setting                   selector which all records must match for `setting: same`; - where the paper's is not public
+    note                           what a reader must know
+
+Verdicts: `replicated` where the number meets its target within the tolerance and every pair has one; `partly` where it
+goes the claimed way without reaching it, meets it only within the measured spread, or a pair is missing (n of N);
+`not replicated`; `not run: reason`. A ratio is formed only from ok records of one source and machine, never from emulated
+numbers, and says how far apart in time its records were started. A claim gives one row a source that has its cases.
+"""
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from suite.record import RESULTS, Metric, publish
+from suite.report import selector
+from suite.report.losses import t_interval
+from suite.report.source import NOT_RUN, RUN, Entry, ReportError, commit, main, started
+from suite.report.write import markdown, number, write_csv
+from suite.workload import FOLDER, Workload
+
+HEADER = ("id", "paper", "where", "statement", "metric", "paper_value", "unit", "comparison", "numerator", "denominator", "combine",
+          "direction", "target", "tolerance", "same_setting", "note")
+WORDS = {"comparison": ("value", "ratio", "difference", "difference %"), "combine": ("mean", "min", "max"),
+         "direction": ("at least", "at most", "about", "-")}
+UNDEFINED = "not run: no case defined yet"
+NO_EFFECT = {"ratio": 1.0, "difference": 0.0, "difference %": 0.0}
+OUT = ("id", "paper", "where", "statement", "metric", "paper_value", "unit", "comparison", "direction", "target", "tolerance",
+       "origin", "machine", "value", "low", "high", "n", "of", "kind", "seconds_apart", "verdict", "setting", "cases", "note")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One row as text. `error`: file, line and column of what is wrong with it; then only the verdict says so."""
+
+    cells: Mapping[str, str]
+    error: str | None = None
+
+    def __getitem__(self, key: str) -> str:
+        return self.cells.get(key, "-")
+
+    @property
+    def target(self) -> float | None:
+        """The number to be met; None where neither the row nor the paper gives one."""
+        given = self["paper_value"] if self["target"] == "-" else self["target"]
+        try:
+            return float(given) if math.isfinite(float(given)) else None
+        except ValueError:
+            return None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A claim at one source. `apart`: seconds between the starts of the compared records, the longest over the pairs."""
+
+    claim: Claim
+    verdict: str
+    origin: str = "-"
+    machine: str = "-"
+    setting: str = "other"
+    value: float | None = None
+    interval: tuple[float, float] | None = None
+    n: int = 0
+    of: int = 0
+    kind: str | None = None
+    apart: float | None = None
+    cases: tuple[str, ...] = ()  # behind the number
+    note: str = ""
+
+    @property
+    def run(self) -> bool:
+        return not self.verdict.startswith(NOT_RUN)
+
+
+def read(path: Path) -> list[Claim]:
+    """All rows. A faulty row becomes a Claim with an error; a faulty header or a repeated id raises ReportError."""
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.reader(file)
+        header = tuple(next(reader, ()))
+        if header != HEADER:
+            odd = sorted(set(header) ^ set(HEADER)) or ["order"]
+            raise ReportError(f"{path.name}: line 1: column {odd[0]} is missing, unknown or misplaced")
+        claims = [_claim(f"{path.name}: line {reader.line_num}", cells) for cells in reader if cells]
+    ids = [c["id"] for c in claims if c.error is None]
+    twice = sorted({i for i in ids if ids.count(i) > 1})
+    if twice:
+        raise ReportError(f"{path.name}: id {twice[0]} is there twice")
+    return claims
+
+
+def _claim(where: str, cells: Sequence[str]) -> Claim:
+    row = dict(zip(HEADER, (c.strip() for c in cells)))
+    if len(cells) != len(HEADER):
+        return Claim(row, f"{where}: {len(cells)} cells, expected {len(HEADER)}")
+    for key in HEADER:
+        if not row[key]:
+            return Claim(row, f"{where}: column {key}: is empty")
+        if key in WORDS and row[key] not in WORDS[key]:
+            return Claim(row, f"{where}: column {key}: {row[key]!r}, expected {' | '.join(WORDS[key])}")
+        try:
+            if key in ("numerator", "denominator", "same_setting") and row[key] != "-":
+                selector.parse(row[key])
+            if key in ("target", "tolerance") and row[key] != "-" and not math.isfinite(float(row[key])):
+                raise ValueError(f"{row[key]} is no number")
+        except ValueError as error:
+            return Claim(row, f"{where}: column {key}: {error}")
+    if row["numerator"] == "-" or (row["denominator"] == "-") != (row["comparison"] == "value"):
+        key = "numerator" if row["numerator"] == "-" else "denominator"
+        return Claim(row, f"{where}: column {key}: {row[key]!r} does not fit comparison {row['comparison']}")
+    claim = Claim(row)
+    if claim.target is not None and row["direction"] == "-":
+        return Claim(row, f"{where}: column direction: a number needs at least | at most | about")
+    return claim
+
+
+def judge(claim: Claim, value: float, complete: bool, spread: float = 0.0) -> str:
+    """The verdict on a number. `spread`: half its measured spread, in its unit; `complete`: every pair has a number."""
+    target, direction, slack = claim.target, claim["direction"], 0.0 if claim["tolerance"] == "-" else float(claim["tolerance"])
+    if target is None:
+        return "not run: no public value to compare with"
+
+    def met(allowed: float) -> bool:
+        below, above = value >= target - allowed, value <= target + allowed
+        return {"at least": below, "at most": above, "about": below and above}[direction]
+
+    if met(slack):
+        return "replicated" if complete else "partly"
+    none = NO_EFFECT.get(claim["comparison"])
+    way = {"at least": 1.0, "at most": -1.0, "about": math.copysign(1.0, target - none) if none is not None else 0.0}[direction]
+    if met(slack + spread) or (none is not None and (value - none) * way > 0):
+        return "partly"
+    return "not replicated"
+
+
+def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mapping[str, Workload]) -> list[Outcome]:
+    """Every claim at every source that has its cases, in the order of the file; one row where there is none."""
+    defined = [Entry(RUN, "-", row.id, row.case.row(), NOT_RUN, "no record yet", row.workload, row.size)
+               for w in workloads.values() for row in w.rows]
+    rows: list[Outcome] = []
+    for claim in claims:
+        if claim.error:
+            rows.append(Outcome(claim, f"not run: {claim.error}"))
+            continue
+        top = selector.parse(claim["numerator"])
+        bottom = selector.parse(claim["denominator"]) if claim["denominator"] != "-" else None
+        mine = [e for e in entries if top.matches(e)]
+        others = [e for e in entries if bottom and bottom.matches(e)]
+        sources = list(dict.fromkeys(e.source for e in mine))
+        found = []
+        for source in sources:
+            here = [[e for e in side if e.source == source] for side in (mine, others)]
+            outcome = _at(claim, *here, selector.free(top, bottom) if bottom else frozenset(), bottom is not None)
+            found += [replace(outcome, origin=source[0], machine=source[1])] if outcome else []
+        if not found:
+            anywhere = any(map(top.matches, defined)) and (bottom is None or any(map(bottom.matches, defined)))
+            found = [Outcome(claim, "not run: no record yet" if anywhere else UNDEFINED)]
+        rows += found
+    return rows
+
+
+def _at(claim: Claim, top: list[Entry], bottom: list[Entry], may_differ: frozenset[str], paired: bool) -> Outcome | None:
+    try:
+        pairs = selector.pairs(top, bottom, may_differ) if paired else [(e,) for e in top]
+    except ValueError as error:
+        return Outcome(claim, f"not run: {error}")
+    if not pairs:
+        return None
+    numbers: list[float] = []
+    spreads, used, lost = [0.0], [], []
+    kinds: set[str] = set()
+    for pair in pairs:
+        metrics, reason = _metrics(pair, claim["metric"])
+        if reason:
+            lost.append(reason)
+            continue
+        numbers.append(_compare(claim["comparison"], [m.value for m in metrics]))
+        spreads.append(_spread(metrics))
+        kinds.add(" / ".join(dict.fromkeys(m.kind for m in metrics)))
+        used.append(pair)
+    same = claim["same_setting"]
+    known = [e for pair in used or pairs for e in pair]
+    setting = "same" if same != "-" and all(selector.parse(same).matches(e) for e in known) else "other"
+    missing = f"{len(numbers)} of {len(pairs)}: {'; '.join(sorted(set(lost)))}" if lost else ""
+    if not numbers:
+        return Outcome(claim, f"not run: {lost[0]}", setting=setting, of=len(pairs), note=missing if len(pairs) > 1 else "")
+    value = {"mean": fmean, "min": min, "max": max}[claim["combine"]](numbers)
+    scale = abs(value) if claim["comparison"] == "ratio" else 0.0
+    apart = _apart(used) if paired else None
+    notes = [missing, "start times unknown" if paired and apart is None else "",
+             "" if len({commit(e.record) for e in known if e.record}) < 2 else "from different commits"]
+    return Outcome(
+        claim, judge(claim, value, not lost, max(spreads) * scale), setting=setting, value=value, n=len(numbers), of=len(pairs),
+        interval=t_interval(numbers) if claim["combine"] == "mean" else None, kind="; ".join(sorted(kinds)), apart=apart,
+        cases=tuple(dict.fromkeys(e.id for pair in used for e in pair)), note="; ".join(n for n in notes if n))
+
+
+def _metrics(pair: Sequence[Entry], name: str) -> tuple[list[Metric], str | None]:
+    """The metric of each entry, or why there is no number."""
+    metrics: list[Metric] = []
+    for entry in pair:
+        if entry.status != "ok":
+            return [], str(entry.reason) if entry.status == NOT_RUN else f"failed: {entry.id}: {entry.reason}"
+        metric = entry.metric(name)
+        if metric is None or metric.value is None:
+            return [], f"{entry.id}: no {name}: {metric.reason if metric else 'not in the record'}"
+        metrics.append(metric)
+    if len(metrics) > 1 and any(m.kind == "emulated" for m in metrics):
+        return [], f"{name} is emulated: never compared"
+    if len(metrics) > 1 and not metrics[1].value:
+        return [], f"{pair[1].id}: {name} is 0"
+    return metrics, None
+
+
+def _compare(comparison: str, values: Sequence[float]) -> float:
+    if len(values) == 1:
+        return float(values[0])
+    if comparison == "difference":
+        return values[0] - values[1]
+    ratio = values[0] / values[1]
+    return ratio if comparison == "ratio" else 100 * (ratio - 1)
+
+
+def _spread(metrics: Sequence[Metric]) -> float:
+    """Half the distance of q20 and q80 relative to the median, both sides added in quadrature."""
+    return math.hypot(*((m.q80 - m.q20) / 2 / abs(m.value) for m in metrics if m.q20 is not None and m.q80 is not None and m.value))
+
+
+def _apart(pairs: Sequence[Sequence[Entry]]) -> float | None:
+    longest = 0.0
+    for top, bottom in pairs:
+        try:
+            times = [datetime.fromisoformat(started(e.record) or "") for e in (top, bottom)]
+            longest = max(longest, abs((times[0] - times[1]).total_seconds()))
+        except (ValueError, TypeError):
+            return None
+    return longest
+
+
+def row(outcome: Outcome) -> dict[str, Any]:
+    """A row of results/tables/claims.csv."""
+    claim, o = outcome.claim, outcome
+    note = "; ".join(n for n in (o.note, "" if claim["note"] == "-" else claim["note"]) if n)
+    return {**{k: claim[k] for k in OUT if k in HEADER}, "origin": o.origin, "machine": o.machine, "value": o.value,
+            "low": o.interval[0] if o.interval else None, "high": o.interval[1] if o.interval else None, "n": o.n, "of": o.of,
+            "kind": o.kind, "seconds_apart": o.apart, "verdict": o.verdict, "setting": o.setting,
+            "cases": " ".join(o.cases), "note": note}
+
+
+def ours(outcome: Outcome) -> str:
+    """Our number as text: value, interval, n of N."""
+    if outcome.value is None:
+        return "-"
+    spread = f" [{number(outcome.interval[0])}, {number(outcome.interval[1])}]" if outcome.interval else ""
+    return f"{number(outcome.value)}{spread} {outcome.claim['unit']} (n={outcome.n} of {outcome.of})"
+
+
+def table(rows: Sequence[Outcome]) -> str:
+    """Claims as a Markdown table."""
+    return markdown(("claim", "statement", "paper", "ours", "kind", "where", "records apart", "verdict", "setting"), (
+        (o.claim["id"], o.claim["statement"], f"{o.claim['paper_value']} ({o.claim['where']})", ours(o), o.kind or "-",
+         o.machine if o.origin in (RUN, "-") else f"{o.machine}, {o.origin}", "-" if o.apart is None else f"{o.apart:.0f} s",
+         f"{o.verdict}{f' ({o.note})' if o.note else ''}", f"setting: {o.setting}") for o in rows))
+
+
+def write(results: Path, file: Path, entries: Sequence[Entry], workloads: Mapping[str, Workload]) -> list[Path]:
+    rows = outcomes(read(file), entries, workloads)
+    page = results / "tables" / "claims.md"
+    text = "# Claims\n\nBrackets: 95 % t-interval of the mean over pairs of records. `n` of how many pairs had a number.\n\n"
+    paths = [write_csv(results / "tables" / "claims.csv", OUT, map(row, rows))]
+    publish(page, text + table(rows))
+    return [*paths, page]
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--claims", type=Path, default=FOLDER / "claims.csv")
+
+
+def common(parser: argparse.ArgumentParser) -> None:
+    """Options of a command that reads records, workloads and claims."""
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--workloads", type=Path, default=FOLDER)
+    options(parser)
+
+
+if __name__ == "__main__":
+    main(__doc__, lambda arguments, workloads, entries: write(arguments.results, arguments.claims, entries, workloads), options)

@@ -1,0 +1,155 @@
+"""The seams: what a value of an axis must be, as protocols. Model and training loop are written against these alone.
+
+T tokens of this replica's micro-batch, D hidden, F feed-forward, R width of a factor, H heads, p ranks of a group.
+
+    one sublayer = edge -> core -> edge          (attention with a norm over all heads: edge -> core -> edge -> core -> edge)
+    one edge     = before -> meet -> after       ranks meet only in `meet`; between two meets lies one local segment
+
+A value is loaded by name from its own file (`suite/<axis>/<name>.py`, dashes as underscores) by `load`; that file holds
+a factory named `build`. `package.module:Name` loads from elsewhere.
+"""
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from suite.case import Choice
+
+Op = Literal["none", "all_reduce", "reduce_scatter", "all_gather", "max"]  # "max" is never compressed
+Way = Literal["forward", "backward", "step"]  # "step": once a step (gradients, norms), not once a micro-batch
+Site = tuple[int, str]  # (layer, linear map): names a product in noise, masks, counters and FLOPs
+
+
+@dataclass(frozen=True)
+class Key:
+    """Noise = Philox(key, site, operand, global element index). No process rank: replicas agree."""
+
+    seed: int = 0
+    step: int = 0
+    micro: int = 0
+    dp: int = 0
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Where a tensor lies over the tensor-parallel group. Initialisation, checkpoints, clipping and noise use only this.
+
+    dim: the sharded dimension, None where every rank holds all of it.
+    parts: shards along `dim`; fewer than ranks where neighbours hold the same shard (K/V heads, n_kv < tp); None: one a rank.
+    partial: each rank's gradient covers only its own tokens, so the sum over the group is the gradient.
+    """
+
+    dim: int | None = None
+    parts: int | None = None
+    partial: bool = False
+
+    def shard(self, index: int, size: int) -> tuple[int, int]:
+        """(which shard, of how many) rank `index` of `size` holds; (0, 1) where replicated."""
+        if self.dim is None:
+            return 0, 1
+        parts = min(self.parts or size, size)
+        if size % parts:
+            raise ValueError(f"{parts} shards do not divide over {size} ranks")
+        return index // (size // parts), parts
+
+    def copies(self, size: int) -> int:
+        """How many ranks hold each element."""
+        return size // self.shard(0, size)[1]
+
+    def span(self, shape: Sequence[int], index: int, size: int) -> tuple[int, int]:
+        """(start, length) of the local slice along `dim` of a tensor of global `shape`."""
+        if self.dim is None:
+            return 0, shape[0] if len(shape) else 1
+        shard, parts = self.shard(index, size)
+        if shape[self.dim] % parts:
+            raise ValueError(f"dimension {self.dim} of {tuple(shape)} does not divide by {parts}")
+        length = shape[self.dim] // parts
+        return shard * length, length
+
+    def local(self, full: Tensor, index: int, size: int) -> Tensor:
+        """This rank's slice of a whole tensor (a view)."""
+        if self.dim is None:
+            return full
+        return full.narrow(self.dim, *self.span(full.shape, index, size))
+
+
+class Codec(Protocol):
+    """comm/<name>.py: floats <-> bytes. Knows no process group and no autograd.
+
+    `native`: the dtype that the transport itself can add and ship (such a codec needs no method below `nbytes`), or None
+    where only bytes cross. Optional: `name`, `group` (elements that the wire pads a row to a multiple of), `min_bytes`
+    (messages that are smaller in bf16 cross in bf16), `algorithm` (auto, one-shot, two-shot), `nonfinite` (a count).
+    Rows are what one rank gets: encode and decode take [n] and [r, n], and the bytes of a row may lie at any offset.
+    """
+
+    native: object | None
+
+    def nbytes(self, numel: int) -> int: ...
+    def encode(self, x: Tensor, out: Tensor, key: Key) -> None: ...  # x [..., n] float, out [..., nbytes(n)] uint8
+    def decode(self, wire: Tensor, out: Tensor) -> None: ...  # out [..., n] of any float dtype
+    def reduce(self, wires: Sequence[Tensor], out: Tensor) -> None: ...  # p wires [nbytes(n)] -> float32 [n], rank order
+    def reencode(self, wires: Sequence[Tensor], numel: int, out: Tensor, key: Key) -> None: ...  # encode(reduce(wires))
+
+
+class Factor(Protocol):
+    """factor.py: how a linear map is written. Part of the model: it changes the function, the parameters and the FLOPs."""
+
+    def shapes(self, site: Site, d_in: int, d_out: int) -> Mapping[str, tuple[int, int]]: ...
+    def flops(self, site: Site, d_in: int, d_out: int, tokens: int) -> int: ...
+
+
+class Precision(Protocol):
+    """precision/<name>.py: forward, dX and dW of one product. x [T, d_in], w [d_out, d_in] -> [T, d_out]."""
+
+    compute: object  # dtype of activations
+    master: object  # dtype of weights and optimizer states
+
+    def matmul(self, x: Tensor, w: Tensor, site: Site, key: Key) -> Tensor: ...
+    def parts(self, params: Mapping[str, Tensor], layout: Layout) -> Sequence[Part]: ...
+
+
+class Edge(Protocol):
+    """Ranks meet once, between two local halves. `exact` statistics are summed in float32 and never compressed."""
+
+    def before(self, *xs: Tensor) -> tuple[Sequence[Tensor], Tensor | None]: ...
+    def meet(self, ys: Sequence[Tensor], exact: Tensor | None) -> tuple[Sequence[Tensor], Tensor | None]: ...
+    def after(self, ys: Sequence[Tensor], exact: Tensor | None) -> Sequence[Tensor]: ...
+
+
+class Layout(Protocol):
+    """layout/<name>.py. Never changes the function: all layouts of one factor give one loss and one set of gradients."""
+
+    def spec(self, param: str, shape: Sequence[int]) -> Spec: ...
+    def refuse(self) -> str | None: ...  # reason, before a process starts
+
+
+class Part(Protocol):
+    """Whatever has state beside weights: OutControl, OsciReset, error feedback."""
+
+    def after_step(self, step: int, params: Mapping[str, Tensor]) -> None: ...
+    def metrics(self) -> Mapping[str, float]: ...
+    def state(self) -> Mapping[str, tuple[Tensor, Spec]]: ...
+    def load(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+def load(axis: str, name: str) -> Callable:
+    """The factory of a value: `build` of its file, or the named object of `package.module:Name`."""
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        module, attribute = module_of(axis, name), "build"
+    return getattr(importlib.import_module(module), attribute)
+
+
+def module_of(axis: str, name: str) -> str:
+    """The module that holds a value: `suite.comm.int8`; a value from outside names its own."""
+    return name.partition(":")[0] if ":" in name else f"suite.{axis}.{name.replace('-', '_')}"
+
+
+def make(axis: str, choice: Choice, **context):
+    """Builds the value that a case chose, its options and the surroundings as keyword arguments."""
+    return load(axis, choice.name)(**choice.options, **context)

@@ -1,0 +1,342 @@
+"""Trains one case and measures it: `execute` turns a case into phases, metrics, traffic and a loss curve.
+
+    loss run     deterministic algorithms, every step's loss kept, validation at the end; may share the machine: not timed
+    speed run    `WARMUP` steps (compilation, autotuning), then `steps` timed ones synchronised at both ends only, then
+                 separate profiled ones for the share of communication
+
+A step: gradient accumulation over micro-batches -> gradients settled over ranks -> clipped by the global norm -> AdamW under
+a cosine schedule with warm-up. Weights are kept in the precision's `master` dtype.
+"""
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from suite import data as text
+from suite.assemble import assemble
+from suite.case import Case, Optim
+from suite.checkpoint import Checkpoint
+from suite.measure import flops
+from suite.measure.clock import StepClock, quantiles
+from suite.measure.nvml import Sampler, summarise
+from suite.measure.profile import communication_share
+from suite.mesh import Mesh
+from suite.record import CaseFailed, Metric, Traffic
+from suite.seams import Key
+from suite.workload import models
+
+WARMUP = {"cpu": 2, "cuda": 6}
+PROFILED = 2
+CHECK = {"cpu": 1, "cuda": 10}  # steps between looks at the loss: a look synchronises
+VALIDATION = 64  # sequences
+
+
+@dataclass
+class Outcome:
+    """phases in seconds; losses: one row a step; samples: the GPU sampler's file, where there was one."""
+
+    phases: dict[str, float] = field(default_factory=dict)
+    metrics: list[Metric] = field(default_factory=list)
+    traffic: list[Traffic] = field(default_factory=list)
+    losses: list[dict[str, float]] = field(default_factory=list)
+    samples: Path | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # goes to the record's provenance
+
+
+def rate(optim: Optim, step: int, steps: int) -> float:
+    """Learning rate of a step (0-based): linear warm-up, then a cosine down to `floor`."""
+    warm = optim.warmup * steps
+    if step < warm:
+        return optim.lr * (step + 1) / math.ceil(warm)
+    along = (step - warm) / max(1.0, steps - 1 - warm)
+    return optim.lr * (optim.floor + (1 - optim.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, along))))
+
+
+class Trainer:
+    """One model under training on this rank. `step` enqueues a whole step and returns its loss and gradient norm as tensors."""
+
+    def __init__(self, case: Case, mesh: Mesh):
+        self.case, self.mesh, self.device = case, mesh, mesh.device
+        self.card = models()[case.model]
+        prepared = text.prepare(case.data, self.card["vocab"])
+        self.tokens, self.vocab, self.digest = prepared.open(), prepared.vocab_size, prepared.digest
+        self.parts: list = []
+        if case.implementation == "transformers":
+            from suite import peer
+
+            self.model = peer.build(case, self.card, self.vocab, self.device)
+            self.assembled, leaves = None, list(self.model.parameters())
+        else:
+            self.assembled = assemble(case, mesh, self.vocab)
+            self.model, weights = self.assembled.model, self.assembled.model.weights
+            leaves = list(weights.leaves.values())
+            self.parts = list(self.model.layout.precision.parts(weights.leaves, self.model.layout))
+        o = case.optim
+        matrices = [leaf for leaf in leaves if leaf.ndim > 1]
+        vectors = [leaf for leaf in leaves if leaf.ndim <= 1]
+        self.optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": o.decay}, {"params": vectors, "weight_decay": 0.0}],
+                                           lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True)
+        self.leaves = leaves
+        self.micro_batches = case.data.batch // (case.mesh.dp * case.micro)
+
+    def batch(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
+        """(ids, targets) [micro, seq] of this replica."""
+        first = (self.mesh.dp_index * self.micro_batches + micro) * self.case.micro
+        rows = self.tokens.batch(step, self.case.seed, range(first, first + self.case.micro), self.case.data.seq)
+        return self._pair(torch.from_numpy(rows))
+
+    def _pair(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        if self.device.type == "cuda":
+            rows = rows.pin_memory().to(self.device, non_blocking=True)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        lr = rate(self.case.optim, min(step, self.case.steps - 1), self.case.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        total = None
+        for micro in range(self.micro_batches):
+            ids, targets = self.batch(step, micro)
+            if self.assembled:
+                self._key(Key(self.case.seed, step, micro, self.mesh.dp_index))
+            loss = self.model.loss(ids, targets) / self.micro_batches
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        if self.assembled:
+            self.assembled.gradients.settle()
+            norm = self.assembled.gradients.clip(self.case.optim.clip)
+            total = self._mean(total)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(self.leaves, self.case.optim.clip or math.inf, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for part in self.parts:
+            part.after_step(step, self.assembled.model.weights.leaves)
+        return total, norm
+
+    def barrier(self) -> None:
+        """Returns once every rank has come here."""
+        if self.assembled:
+            for wire in (self.assembled.tp, self.assembled.dp):
+                wire.barrier()
+
+    def _key(self, key: Key) -> None:
+        """Names the micro-batch in all noise that is drawn: for products on the device, for codecs on the wires."""
+        self.model.noise.copy_(torch.tensor([key.seed, key.step, key.micro, key.dp]), non_blocking=True)
+        for wire in (self.assembled.tp, self.assembled.dp):
+            wire.key = key
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        """Mean over replicas."""
+        dp = self.assembled.dp
+        if dp.size == 1:
+            return loss
+        total, _ = dp.run("all_reduce", loss.reshape(1), site=(-1, "loss"), way="step", purpose="loss")
+        return total.reshape(()) / dp.size
+
+    @torch.no_grad()
+    def validate(self) -> tuple[float, int]:
+        """(mean loss over fixed windows of the validation split, how many windows). The same windows for every case."""
+        rows = torch.from_numpy(self.tokens.validation(self.case.data.seq, VALIDATION))
+        losses = [self.model.loss(*self._pair(piece)) * len(piece) for piece in rows.split(self.case.micro)]
+        return (torch.stack(losses).sum() / len(rows)).item(), len(rows)
+
+
+def execute(case: Case, mesh: Mesh, *, progress: Callable[..., None], folder: Path) -> Outcome:
+    """Every rank of the mesh calls it; rank 0's outcome is the record's. progress(step, steps, loss, tokens_per_second).
+    Raises CaseFailed with the reason where the run is no result (NaN loss at a step)."""
+    outcome = Outcome()
+    started = time.perf_counter()
+    with _determinism(case):
+        trainer = Trainer(case, mesh)
+        checkpoint = Checkpoint(folder / "checkpoints", trainer) if case.save else None
+        first, outcome.losses = checkpoint.resume() if checkpoint else (0, [])
+        _synchronise(mesh)
+        outcome.phases["setup"] = time.perf_counter() - started
+        if case.measure == "loss":
+            _loss_run(case, trainer, outcome, progress, first, checkpoint)
+        else:
+            _speed_run(case, trainer, outcome, progress, folder)
+        outcome.facts["data_digest"] = trainer.digest
+        outcome.facts["vocab"] = trainer.vocab
+        if trainer.assembled:
+            outcome.metrics.append(Metric("parameters", float(trainer.model.weights.count()), "1", "counted"))
+        for part in trainer.parts:
+            outcome.metrics += [Metric(name, value, "1") for name, value in sorted(part.metrics().items())]
+        del trainer
+    gc.collect()
+    return outcome
+
+
+def _synchronise(mesh: Mesh) -> None:
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+
+
+@contextlib.contextmanager
+def _determinism(case: Case):
+    """Loss runs repeat bit for bit; timed runs take the fastest algorithm."""
+    on = case.measure == "loss"
+    torch.use_deterministic_algorithms(on, warn_only=True)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class _Curve:
+    """Keeps every step's loss and norm on the device and looks at them every few steps; a look names the first bad step."""
+
+    def __init__(self, case: Case, mesh: Mesh, outcome: Outcome, progress: Callable[..., None], total: int, tokens: int):
+        self.case, self.outcome, self.progress, self.total, self.tokens = case, outcome, progress, total, tokens
+        self.every = CHECK[mesh.device.type]
+        self.pending: list[tuple[int, Tensor, Tensor]] = []
+        self.since = time.perf_counter()
+
+    def add(self, step: int, loss: Tensor, norm: Tensor) -> None:
+        self.pending.append((step, loss, norm))
+        if len(self.pending) >= self.every:
+            self.look()
+
+    def look(self) -> None:
+        if not self.pending:
+            return
+        values = torch.stack([torch.stack([loss.double(), norm.double()]) for _, loss, norm in self.pending]).tolist()
+        now = time.perf_counter()
+        speed = len(values) * self.tokens / max(now - self.since, 1e-9)
+        self.since = now
+        for (step, _, _), (loss, norm) in zip(self.pending, values):
+            for what, value in (("loss", loss), ("gradient norm", norm)):
+                if not math.isfinite(value):
+                    raise CaseFailed(f"{what} is {value} at step {step}")
+            lr = rate(self.case.optim, min(step, self.case.steps - 1), self.case.steps)
+            row = {"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": (step + 1) * self.tokens}
+            self.outcome.losses.append(row)
+        self.progress(self.pending[-1][0] + 1, self.total, values[-1][0], speed)
+        self.pending = []
+
+
+def _traffic_of(trainer: Trainer, step: Callable[[], Any]) -> tuple[Any, list[Traffic]]:
+    """What one training step sends, and its result."""
+    if not trainer.assembled:
+        return step(), []
+    counter = trainer.assembled.counter
+    counter.reset()
+    result = step()
+    rows = counter.snapshot()
+    counter.reset()
+    return result, rows
+
+
+def _loss_run(case: Case, trainer: Trainer, outcome: Outcome, progress: Callable[..., None], first: int,
+              checkpoint: Checkpoint | None) -> None:
+    tokens = case.data.batch * case.data.seq
+    curve = _Curve(case, trainer.mesh, outcome, progress, case.steps, tokens)
+    began = time.perf_counter()
+    for step in range(first, case.steps):
+        result, rows = _traffic_of(trainer, lambda step=step: trainer.step(step))
+        outcome.traffic = outcome.traffic or rows
+        curve.add(step, *result)
+        if checkpoint and (step + 1) % case.save == 0 and step + 1 < case.steps:
+            curve.look()
+            checkpoint.write(step + 1, outcome.losses)
+    curve.look()
+    outcome.phases["train"] = time.perf_counter() - began
+    began = time.perf_counter()
+    valid, windows = trainer.validate()
+    if not math.isfinite(valid):
+        raise CaseFailed(f"validation loss is {valid} after step {case.steps - 1}")
+    outcome.phases["validate"] = time.perf_counter() - began
+    last = [row["loss"] for row in outcome.losses[-max(1, case.steps // 10):]]
+    outcome.metrics += [
+        Metric("validation_loss", valid, "nats/token", n=windows),
+        Metric("train_loss", sum(last) / len(last), "nats/token", n=len(last)),
+        Metric("tokens_per_second", None, "tokens/s", reason="loss runs are deterministic and may share the machine: not timed"),
+    ]
+    outcome.metrics += _volume(outcome.traffic, trainer)
+
+
+def _speed_run(case: Case, trainer: Trainer, outcome: Outcome, progress: Callable[..., None], folder: Path) -> None:
+    mesh, device = trainer.mesh, trainer.device
+    tokens = case.data.batch * case.data.seq
+    warm = WARMUP[device.type]
+    curve = _Curve(case, mesh, outcome, progress, warm + case.steps, tokens)
+    began = time.perf_counter()
+    for step in range(warm):
+        result, rows = _traffic_of(trainer, lambda step=step: trainer.step(step))
+        outcome.traffic = rows
+        curve.add(step, *result)
+    curve.look()
+    outcome.phases["warmup"] = time.perf_counter() - began
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    results = []
+    clock = StepClock(device, trainer.barrier)
+    with Sampler(folder / "gpu.csv", mesh) as sampler:
+        clock.start()
+        for step in range(warm, warm + case.steps):
+            results.append((step, *trainer.step(step)))
+            clock.mark()
+        seconds = clock.stop()
+    outcome.phases["timed"] = clock.window
+    for row in results:
+        curve.add(*row)
+    curve.look()
+    outcome.metrics += _speed(case, trainer, seconds, clock)
+    outcome.metrics += summarise(sampler.path, clock.began, clock.ended, sampler.reason)
+    outcome.samples = sampler.path
+    began = time.perf_counter()
+    if mesh.size == 1:
+        outcome.metrics.append(Metric("comm_share", 0.0, "%", "counted"))
+    else:
+        outcome.metrics += communication_share(lambda n: trainer.step(warm + case.steps + n), PROFILED, device)
+        outcome.phases["profile"] = time.perf_counter() - began
+    outcome.metrics.append(Metric("validation_loss", None, "nats/token", reason="a timed run is too short to be validated"))
+    outcome.metrics += _volume(outcome.traffic, trainer)
+
+
+def _speed(case: Case, trainer: Trainer, seconds: list[float], clock: StepClock) -> list[Metric]:
+    """Throughput and what follows from it. All GPUs together for tokens/s, one GPU for TFLOP/s."""
+    tokens = case.data.batch * case.data.seq
+    median, q20, q80, n = quantiles(seconds)
+    ranks = case.mesh.ranks
+    found = [
+        Metric("step_time", median * 1e3, "ms", n=n, q20=q20 * 1e3, q80=q80 * 1e3),
+        Metric("tokens_per_second", tokens / median, "tokens/s", n=n, q20=tokens / q80, q80=tokens / q20),
+        Metric("window_tokens_per_second", tokens * n / clock.window, "tokens/s", n=n),
+    ]
+    per_token = flops.model_flops_per_token(trainer.card, case.data.seq, trainer.vocab)
+    tflops = per_token * tokens / median / ranks / 1e12
+    found.append(Metric("model_tflops", tflops, "TFLOP/s per GPU" if trainer.device.type == "cuda" else "TFLOP/s per process", n=n))
+    executed = 1.0
+    if trainer.assembled:
+        executed = trainer.model.layout.executed_flops(1) / 3
+    found += flops.utilization(tflops, executed, trainer.device, case.precision.name)
+    if trainer.device.type == "cuda":
+        found.append(Metric("peak_memory", torch.cuda.max_memory_allocated(trainer.device) / 2**30, "GiB"))
+    else:
+        found.append(Metric("peak_memory", None, "GiB", reason="no GPU"))
+    return found
+
+
+def _volume(rows: list[Traffic], trainer: Trainer) -> list[Metric]:
+    """Bytes a rank sends in one training step, from the counter. Ring-equivalent all-reduces make a sum `modelled`."""
+    if not trainer.assembled:
+        return []
+    found = []
+    for way in ("forward", "backward", "step"):
+        mine = [row for row in rows if row.way == way]
+        kind = "modelled" if any(row.kind == "modelled" for row in mine) else "counted"
+        found.append(Metric(f"wire_bytes_{way}", float(sum(row.wire_bytes for row in mine)), "B/step", kind))
+        found.append(Metric(f"payload_bytes_{way}", float(sum(row.payload_bytes for row in mine)), "B/step", "counted"))
+    return found
