@@ -23,6 +23,7 @@ from suite.processes import die_with_parent, kill_tree
 from suite.show import Show
 
 GRACE = 5.0  # seconds that torchrun has to end the other ranks and to report, once one has failed
+LEAVE = 60.0  # seconds for the ranks to end after the last record
 GOING = (signal.SIGTERM, signal.SIGINT)  # how torchrun ends the others: no cause
 # torchrun's report on a failed rank (torch 2.11, 2.13)
 REPORT = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)")
@@ -90,12 +91,12 @@ class Attempt:
             with contextlib.suppress(OSError):  # a full disk must not end the run before it is reported
                 log.write(line.encode())
             return
-        kind, now = event["event"], time.monotonic()
+        kind = event["event"]
         if kind == "ready":
             self.ended.started = True
         elif kind == "case":
             if event["id"] not in self.current.values():
-                self.until = now + self.limits.get(event["id"], self.start)
+                self._allow(self.limits.get(event["id"], self.start))
                 self.show.case(event["id"])
             self.current[event["rank"]] = event["id"]
         elif kind == "step":
@@ -103,11 +104,15 @@ class Attempt:
         elif kind == "done":
             self.ended.done.append(event["id"])
             self.show.done(event["id"], event["seconds"])
-            # Nothing may follow the last case but the ranks' end.
-            self.until = now + self.start
+            self._allow(LEAVE if len(self.ended.done) == len(self.limits) else self.start)
         elif kind == "failed":
+            self._allow(min(GRACE, self.until - time.monotonic()))
             self.failures.append(event)
-            self.until = min(self.until, now + GRACE)
+
+    def _allow(self, seconds: float) -> None:
+        """Sets the deadline; after a failure nothing moves it any more."""
+        if not self.failures:
+            self.until = time.monotonic() + seconds
 
     def _judge(self, status: int, overdue: bool) -> None:
         ended = self.ended

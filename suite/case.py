@@ -69,7 +69,8 @@ def _choice(axis: str):
             name, options = value, {}
         elif isinstance(value, dict) and isinstance(value.get("name"), str):
             name = value["name"]
-            options = value["options"] if isinstance(value.get("options"), dict) else {k: v for k, v in value.items() if k != "name"}
+            options = value.get("options")
+            options = options if isinstance(options, dict) else {k: v for k, v in value.items() if k != "name"}
         else:
             raise ValueError(f"{axis}: expected a name or a map with a name, got {value!r}")
         if ENTRY.match(name):
@@ -263,7 +264,8 @@ def _identify(case: Case) -> str:
     for part in ("data", "optim"):
         mine, usual = getattr(case, part).model_dump(), type(getattr(case, part))().model_dump()
         words += [f"{k}={_word(v)}" for k, v in mine.items() if v != usual[k]]
-    usual = {"device": "cpu", "measure": "loss", "implementation": "triaxis", "compile": case.device == "cuda", "init": None, "save": 0, "steps": 50}
+    usual = {"device": "cpu", "measure": "loss", "implementation": "triaxis", "compile": case.device == "cuda", "init": None,
+             "save": 0, "steps": 50}
     words += [_word(v) if k in ("device", "measure", "implementation") else f"{k}={_word(v)}"
               for k, v in ((k, getattr(case, k)) for k in usual) if v != usual[k]]
     return "_".join([*words, f"s{case.seed}"])

@@ -22,12 +22,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from suite.optimizer import KINDS
 from suite.record import CaseFailed
 from suite.seams import Spec
 from suite.weights import Weights
 
 FILE_BYTES = 4 << 30
-STATES = ("exp_avg", "exp_avg_sq")
 
 
 class CheckpointError(CaseFailed):
@@ -105,6 +105,18 @@ def whole(local: Tensor, spec: Spec, tp: Any) -> Tensor:
     return torch.cat(pieces[::spec.copies(tp.size)], spec.dim)
 
 
+def initialise(weights: Weights, path: Path, card: Any, vocab: int) -> None:
+    """Weights from a checkpoint: ours by its names, else Hugging Face's. Raises CheckpointError or PretrainedError."""
+    from suite.pretrained import load_into
+
+    if not path.exists():
+        raise CheckpointError(f"init: {path}: no such file or folder")
+    if path.is_dir() and any(path.glob("weights-*.safetensors")):
+        load_weights(weights, path)
+    else:
+        load_into(weights, path, card, vocab)
+
+
 def load_weights(weights: Weights, path: Path) -> None:
     """Our own checkpoint into the weights of this rank, whatever mesh wrote it. Raises CheckpointError."""
     reader = Reader(path)
@@ -160,7 +172,7 @@ class Checkpoint:
         self.trainer.barrier()
 
     def _states(self) -> Iterator[tuple[str, Tensor, Spec]]:
-        for kind in STATES:
+        for kind in KINDS:
             for member in self.weights.members.values():
                 yield f"{kind}/{member.name}", self.weights.local(member.name, self._state_of(kind)), member.spec
 
@@ -187,14 +199,12 @@ class Checkpoint:
             key = next(k for k in now if kept.get(k) != now[k])
             raise CheckpointError(f"{newest.name}: written by a case with another {key}: {kept.get(key)} instead of {now[key]}")
         reader = Reader(newest)
-        for leaf in self.weights.leaves.values():
-            self.trainer.optimizer.state[leaf] = {"step": torch.tensor(float(state["step"]), device=leaf.device)}
-            self.trainer.optimizer.state[leaf] |= {kind: torch.zeros_like(leaf) for kind in STATES}
+        self.trainer.optimizer.steps = state["step"]
         with torch.no_grad():
             for member in self.weights.members.values():
                 where = member.shape, member.spec, self.weights.index, self.weights.size
                 self.weights.local(member.name).copy_(reader.read(member.name, *where))
-                for kind in STATES:
+                for kind in KINDS:
                     self.weights.local(member.name, self._state_of(kind)).copy_(reader.read(f"{kind}/{member.name}", *where))
         for number, part in enumerate(self.trainer.parts):
             names = [n for n in reader.where if n.startswith(f"{number}/")]

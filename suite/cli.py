@@ -119,17 +119,19 @@ def _status(path: Path) -> str:
 
 @app.command()
 @one_line
-def run(case: str, force: Force = False) -> None:
-    """Runs one case. Exit status 1 where it fails."""
-    row = workload.find(case)
-    results = _run(planning.single(row), force, plain=False)
-    if not results:
-        typer.echo(f"{case}: this machine's ranks have ended; the machine of rank 0 holds the record")
-        return
-    [result] = results
-    _touch(row.id)
-    typer.echo(f"{case}: {result.status}" + (f": {result.reason}" if result.reason else ""))
-    if result.status == "failed":
+def run(case: list[str], force: Force = False) -> None:
+    """Runs one case, or several; those of one mesh and link share a start. Exit status 1 where one fails."""
+    planned = [planning.Planned(workload.find(name), True, None, 0.0) for name in dict.fromkeys(case)]
+    failed = False
+    for launch in planning.launches(planned).values():
+        results = _run(launch, force, plain=False)
+        if not results:
+            typer.echo(f"{launch.id}: this machine's ranks have ended; the machine of rank 0 holds the record")
+        for result in results:
+            _touch(result.id)
+            typer.echo(f"{result.id}: {result.status}" + (f": {result.reason}" if result.reason else ""))
+            failed |= result.status == "failed"
+    if failed:
         raise typer.Exit(1)
 
 
@@ -264,6 +266,32 @@ def prepare(name: Name = None, size: Size = None) -> None:
             seen.add(what)
             made = make(case.data, workload.models()[case.model]["vocab"])
             typer.echo(f"{case.data.text}, tokenizer {case.data.tokenizer}: vocabulary {made.vocab_size}")
+
+
+@app.command(name="import")
+@one_line
+def import_(source: Path, name: str, replace: bool = False) -> None:
+    """Copies the records of a run (a folder or .tar.gz of results/runs/MACHINE) to results/reference/NAME."""
+    from suite.report.reference import bring
+
+    typer.echo(f"{bring(source, name, record.RESULTS, replace)}")
+
+
+@app.command()
+@one_line
+def overhead(case: str, pairs: int = 12, steps: int = 10) -> None:
+    """What the GPU sampler costs a step of the case: interleaved on and off in one process (one GPU)."""
+    from suite.measure.overhead import overhead as measured
+    from suite.mesh import Mesh
+    from suite.train import WARMUP, Trainer
+
+    one = workload.find(case).case
+    trainer = Trainer(one, Mesh.from_env(device=one.device))
+    for step in range(WARMUP[one.device]):
+        trainer.step(step)
+    for metric in measured(trainer, pairs, steps):
+        value = f"{metric.value:.5f} (n={metric.n})" if metric.value is not None else f"none: {metric.reason}"
+        typer.echo(f"{metric.name}: {value}")
 
 
 @app.command(hidden=True)

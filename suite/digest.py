@@ -43,20 +43,26 @@ class Tree:
     def __init__(self, root: Path = ROOT, folders: Iterable[Path] | None = None) -> None:
         others = folders if folders is not None else [Path.cwd(), *(Path(p) for p in sys.path if p)]
         self.folders = [root, *others]
+        self._files: dict[str, Path | None] = {}
         self._parsed: dict[str, tuple[str, frozenset[str]]] = {}
+        self._closures: dict[tuple[tuple[str, ...], frozenset[str]], dict[str, str]] = {}
 
     def file(self, module: str) -> Path | None:
         """The file of a module, None where there is none (a builtin, a namespace, not installed)."""
-        stem = Path(*module.split("."))
-        for folder in self.folders:
-            for path in (folder / stem.with_suffix(".py"), folder / stem / "__init__.py"):
-                if path.is_file():
-                    return path
-        return None
+        if module not in self._files:
+            stem = Path(*module.split("."))
+            places = (folder / form for folder in self.folders for form in (stem.with_suffix(".py"), stem / "__init__.py"))
+            self._files[module] = next((path for path in places if path.is_file()), None)
+        return self._files[module]
 
     def closure(self, roots: Iterable[str], leave_out: frozenset[str] = LEFT_OUT) -> dict[str, str]:
         """Module -> digest, for the roots and all they import inside their own packages. Raises DigestError."""
-        roots = list(roots)
+        key = tuple(sorted(set(roots))), leave_out
+        if key not in self._closures:
+            self._closures[key] = self._closure(*key)
+        return self._closures[key]
+
+    def _closure(self, roots: tuple[str, ...], leave_out: frozenset[str]) -> dict[str, str]:
         packages = {*PACKAGES, *(root.partition(".")[0] for root in roots)}
         found: dict[str, str] = {}
         waiting = list(roots)

@@ -4,7 +4,8 @@
                    of all of them over tp
     2. copies      K/V shards that tp/n_kv neighbours hold alike: one all-reduce over those neighbours
     3. replicas    mean over dp, through the dp wire's backward codec
-    4. clip        by the global norm, every parameter counted once whatever holds it: Σ over ranks of |g|² / copies
+    4. clip        by the global norm, every parameter counted once whatever holds it: Σ over ranks of |g|² / copies. Only the
+                   factor is found here: the optimizer multiplies by it in the pass that it makes anyway
 
 1, 2 and the norm are exact: never compressed, at least float32. All pass the wires, and so are counted as `step`.
 """
@@ -66,11 +67,7 @@ class Gradients:
         return square.reshape(()).sqrt()
 
     @torch.no_grad()
-    def clip(self, limit: float) -> Tensor:
-        """Scales all gradients so that the global norm is at most `limit` (0: leaves them); returns the norm before."""
+    def clip(self, limit: float) -> tuple[Tensor, Tensor | None]:
+        """(global norm, factor that brings it down to at most `limit`), scalar tensors; no factor where `limit` is 0."""
         norm = self.norm()
-        if limit:
-            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            gradients = [leaf.grad for leaf in self.weights.leaves.values()]
-            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-        return norm
+        return norm, (limit / (norm + 1e-6)).clamp(max=1.0) if limit else None

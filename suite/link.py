@@ -30,8 +30,9 @@ def environment(
 ) -> dict[str, str]:
     """The ranks' environment.
 
-    threads: of each rank, whatever was inherited (it moves losses in the eighth digit). gpus: uuids of the GPUs the ranks may use, None for all visible ones.
-    deterministic: also fixes cuBLAS's workspace, which its deterministic algorithms need. Raises LinkError.
+    threads: of each rank, whatever was inherited (their number moves losses in the eighth digit). gpus: uuids of the GPUs
+    the ranks may use, None for all visible ones. deterministic: also fixes cuBLAS's workspace, which its deterministic
+    algorithms need. Raises LinkError.
     """
     added = dict(VARIABLES[link])
     for name, value in added.items():

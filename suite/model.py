@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from kernels.swiglu import swiglu
+from suite.norms import wide
 from suite.seams import Edge
 from suite.weights import Member, Weights
 
@@ -81,23 +83,23 @@ def members(card: Card, vocab: int, factor: Any, spec: Callable) -> list[Member]
 
 
 def rotary(card: Card, seq: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """(cos, sin) [seq, head size], halves repeated; None where positions are learned."""
+    """(cos, sin) [seq, head size / 2] in the dtype of statistics; None where positions are learned."""
     if card["position"] != "rope":
         return None
     size = card["hidden"] // card["heads"]
     rate = card["theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    angle = torch.outer(torch.arange(seq, dtype=torch.float64), rate).repeat(1, 2)
-    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    angle = torch.outer(torch.arange(seq, dtype=torch.float64), rate)
+    return angle.cos().to(device, wide(dtype)), angle.sin().to(device, wide(dtype))
 
 
 def _rotate(x_BHSE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rope
     low, high = x_BHSE.chunk(2, dim=-1)
-    turned = torch.cat([-high, low], dim=-1)
-    return (x_BHSE * cos + turned * sin).to(x_BHSE.dtype)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x_BHSE.dtype)
 
 
-def attention(q_TE: Tensor, k_TE: Tensor, v_TE: Tensor, *, size: int, seq: int, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
+def attention(q_TE: Tensor, k_TE: Tensor, v_TE: Tensor, *, size: int, seq: int,
+              rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
     """Causal attention of this rank's heads. q [T, heads·size], k, v [T, K/V heads·size] -> [T, heads·size]."""
     q, k, v = (t.view(-1, seq, t.shape[-1] // size, size).transpose(1, 2) for t in (q_TE, k_TE, v_TE))
     if rope is not None:
@@ -109,10 +111,14 @@ def attention(q_TE: Tensor, k_TE: Tensor, v_TE: Tensor, *, size: int, seq: int, 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu}
 
 
-def feed_forward(*ys: Tensor, activation: str) -> tuple[Tensor]:
-    """(up) -> act(up), or (gate, up) -> act(gate) · up, each [T, F]."""
+def feed_forward(*ys: Tensor, activation: str, gated: bool) -> tuple[Tensor]:
+    """up [T, F] -> act(up); gated: gate and up, two tensors or one [T, 2F], -> act(gate) · up [T, F]."""
     act = ACTIVATIONS[activation]
-    return (act(ys[0]),) if len(ys) == 1 else (act(ys[0]) * ys[1],)
+    if not gated:
+        return (act(ys[0]),)
+    if len(ys) == 1:
+        return (swiglu(ys[0]),) if activation == "silu" else feed_forward(*ys[0].chunk(2, -1), activation=activation, gated=True)
+    return (act(ys[0]) * ys[1],)
 
 
 def sublayer(x: Tensor, chain: Sequence, keep: Callable) -> Tensor:
@@ -162,8 +168,9 @@ class Decoder:
         chain = layout.attention(p, layer, noise, core)
         x = sublayer(x, chain, keep)
         into = ("gate", "up") if card["gated"] else ("up",)
-        activate = partial(feed_forward, activation=card["activation"])
-        return sublayer(x, [layout.enter(p, layer, noise, "ffn", into), activate, layout.leave(p, layer, noise, "ffn", "down")], keep)
+        activate = partial(feed_forward, activation=card["activation"], gated=card["gated"])
+        chain = [layout.enter(p, layer, noise, "ffn", into), activate, layout.leave(p, layer, noise, "ffn", "down")]
+        return sublayer(x, chain, keep)
 
     def residual(self, ids: Tensor) -> Tensor:
         """ids [B, S] -> the residual stream after the last layer, as the layout keeps it."""

@@ -14,9 +14,11 @@ share one GPU. A launch adds the start of its ranks (6 s on a CPU, 75 s on GPUs)
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from suite.case import Case
@@ -120,6 +122,8 @@ def plan(workloads: Mapping[str, Workload], machine: Machine, hours: float | Non
             continue
         if reason is None and row.case.gpus > len(machine.gpus):
             reason = "needs a GPU" if row.case.gpus == 1 else f"needs {row.case.gpus} GPUs"
+        if reason is None and not installed(row.case.implementation):
+            reason = f"needs {row.case.implementation} (extra test)"
         if reason is None:
             group = _group(row)
             cost = took + (0.0 if group in started else START[row.case.device])
@@ -132,6 +136,12 @@ def plan(workloads: Mapping[str, Workload], machine: Machine, hours: float | Non
         if row.size in wanted:
             decided[row.id] = planned[-1]
     return planned
+
+
+@lru_cache
+def installed(implementation: str) -> bool:
+    """Whether the package behind an implementation is there; ours is this project."""
+    return implementation == "triaxis" or importlib.util.find_spec(implementation) is not None
 
 
 def launches(planned: Iterable[Planned]) -> dict[str, Launch]:

@@ -171,7 +171,9 @@ class _Run:
     def _attempt(self, cases: Sequence[tuple[str, Case]], gpus: Sequence[str]) -> Ended:
         first = cases[0][1]
         local = self.rendezvous.local(first.mesh.ranks)
-        threads = max(1, self.machine.cpus // local)
+        # On the CPU models are tiny: one thread is fastest, keeps losses the same on any machine (their eighth digit moves with
+        # the count) and does not spin against its neighbours.
+        threads = 1 if first.device == "cpu" else max(1, self.machine.cpus // local)
         narrowed = gpus if first.device == "cuda" and not self.launch.exclusive else None
         variables = environment(
             str(first.link), self.environ, threads, narrowed, deterministic=first.device == "cuda" and first.measure == "loss"

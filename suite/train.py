@@ -24,12 +24,13 @@ from torch import Tensor
 from suite import data as text
 from suite.assemble import assemble
 from suite.case import Case, Optim
-from suite.checkpoint import Checkpoint
+from suite.checkpoint import Checkpoint, initialise
 from suite.measure import flops
 from suite.measure.clock import StepClock, quantiles
 from suite.measure.nvml import Sampler, summarise
 from suite.measure.profile import communication_share
 from suite.mesh import Mesh
+from suite.optimizer import AdamW
 from suite.record import CaseFailed, Metric, Traffic
 from suite.seams import Key
 from suite.workload import models
@@ -61,6 +62,13 @@ def rate(optim: Optim, step: int, steps: int) -> float:
     return optim.lr * (optim.floor + (1 - optim.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, along))))
 
 
+def _usual_adamw(parameters: list[Tensor], o: Optim) -> torch.optim.AdamW:
+    """torch's own, fused, decay on matrices only."""
+    groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": o.decay},
+              {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True)
+
+
 class Trainer:
     """One model under training on this rank. `step` enqueues a whole step and returns its loss and gradient norm as tensors."""
 
@@ -74,18 +82,14 @@ class Trainer:
             from suite import peer
 
             self.model = peer.build(case, self.card, self.vocab, self.device)
-            self.assembled, leaves = None, list(self.model.parameters())
+            self.assembled, self.optimizer = None, _usual_adamw(self.model.parameters(), case.optim)
         else:
             self.assembled = assemble(case, mesh, self.vocab)
             self.model, weights = self.assembled.model, self.assembled.model.weights
-            leaves = list(weights.leaves.values())
+            if case.init is not None:
+                initialise(weights, Path(case.init), self.card, self.vocab)
             self.parts = list(self.model.layout.precision.parts(weights.leaves, self.model.layout))
-        o = case.optim
-        matrices = [leaf for leaf in leaves if leaf.ndim > 1]
-        vectors = [leaf for leaf in leaves if leaf.ndim <= 1]
-        self.optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": o.decay}, {"params": vectors, "weight_decay": 0.0}],
-                                           lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True)
-        self.leaves = leaves
+            self.optimizer = AdamW(weights.leaves.values(), case.optim)
         self.micro_batches = case.data.batch // (case.mesh.dp * case.micro)
 
     def batch(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
@@ -101,8 +105,6 @@ class Trainer:
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         lr = rate(self.case.optim, min(step, self.case.steps - 1), self.case.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         total = None
         for micro in range(self.micro_batches):
             ids, targets = self.batch(step, micro)
@@ -111,17 +113,25 @@ class Trainer:
             loss = self.model.loss(ids, targets) / self.micro_batches
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
-        if self.assembled:
-            self.assembled.gradients.settle()
-            norm = self.assembled.gradients.clip(self.case.optim.clip)
-            total = self._mean(total)
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(self.leaves, self.case.optim.clip or math.inf, foreach=True)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        if not self.assembled:
+            return total, self._usual_update(lr)
+        self.assembled.gradients.settle()
+        norm, factor = self.assembled.gradients.clip(self.case.optim.clip)
+        total = self._mean(total)
+        self.optimizer.step(lr, factor)
+        self.optimizer.zero()
         for part in self.parts:
             part.after_step(step, self.assembled.model.weights.leaves)
         return total, norm
+
+    def _usual_update(self, lr: float) -> Tensor:
+        """Clipping and AdamW as users of transformers have them; returns the gradient norm."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.optim.clip or math.inf, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def barrier(self) -> None:
         """Returns once every rank has come here."""
@@ -131,7 +141,9 @@ class Trainer:
 
     def _key(self, key: Key) -> None:
         """Names the micro-batch in all noise that is drawn: for products on the device, for codecs on the wires."""
-        self.model.noise.copy_(torch.tensor([key.seed, key.step, key.micro, key.dp]), non_blocking=True)
+        # from pinned memory: a copy from pageable memory would wait for the device
+        named = torch.tensor([key.seed, key.step, key.micro, key.dp], pin_memory=self.device.type == "cuda")
+        self.model.noise.copy_(named, non_blocking=True)
         for wire in (self.assembled.tp, self.assembled.dp):
             wire.key = key
 
@@ -166,6 +178,7 @@ def execute(case: Case, mesh: Mesh, *, progress: Callable[..., None], folder: Pa
             _loss_run(case, trainer, outcome, progress, first, checkpoint)
         else:
             _speed_run(case, trainer, outcome, progress, folder)
+        outcome.facts["deterministic"] = torch.are_deterministic_algorithms_enabled()
         outcome.facts["data_digest"] = trainer.digest
         outcome.facts["vocab"] = trainer.vocab
         if trainer.assembled:

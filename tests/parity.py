@@ -9,9 +9,10 @@ import torch
 from ranks import run_ranks
 
 from suite.assemble import assemble
-from suite.case import Case
+from suite.case import Case, Optim
 from suite.checkpoint import whole
 from suite.mesh import Mesh
+from suite.optimizer import AdamW
 
 WIRE = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"}
 VOCAB = 200  # padded to 256: the last rank's columns hold padding
@@ -43,7 +44,7 @@ def _train(mesh: Mesh, row: dict, steps: int) -> tuple:
     case = Case(**row)
     made = assemble(case, mesh, VOCAB)
     model, weights = made.model, made.model.weights
-    optimizer = torch.optim.AdamW(weights.leaves.values(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = AdamW(weights.leaves.values(), Optim(lr=LR, clip=1.0))
     generator = torch.Generator().manual_seed(1)
     table = torch.randint(0, VOCAB, (VOCAB,), generator=generator)
     local = case.data.batch // mesh.dp
@@ -57,12 +58,13 @@ def _train(mesh: Mesh, row: dict, steps: int) -> tuple:
         made.gradients.settle()
         if step in (0, steps - 1):
             kept[step] = {m.name: whole(weights.gradient(m.name), m.spec, made.tp).clone() for m in weights.members.values()}
-        made.gradients.clip(1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        _, factor = made.gradients.clip(optimizer.optim.clip)
+        optimizer.step(LR, factor)
+        optimizer.zero()
         losses.append(loss.item())
         traffic = traffic or [row for row in made.counter.snapshot() if row.purpose != "checkpoint"]
-    replicated = {m.name: hashlib.sha256(weights.local(m.name).detach().numpy().tobytes()).hexdigest() for m in weights.members.values() if m.spec.dim is None}
+    replicated = {m.name: hashlib.sha256(weights.local(m.name).detach().numpy().tobytes()).hexdigest()
+                  for m in weights.members.values() if m.spec.dim is None}
     return losses, kept[0], kept[steps - 1], traffic, replicated
 
 

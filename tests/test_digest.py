@@ -72,7 +72,8 @@ def test_any_field_of_the_row_changes_the_digest(copy, row):
 
 def test_imports_for_type_checkers_and_attributes_are_no_dependencies(copy):
     (copy / "suite" / "comm" / "bf16.py").write_text(
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from suite.comm import int8\nelse:\n    from ..measure import clock\n"
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from suite.comm import int8\n"
+        "else:\n    from ..measure import clock\n"
         "def build():\n    from . import shared\n"
     )
     (copy / "suite" / "comm" / "shared.py").write_text("x = 1\n")

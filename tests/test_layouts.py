@@ -60,7 +60,7 @@ def test_recompute_is_exact_and_holds_no_forward_collective(model, layout):
 def test_replicas_and_shards_together(layout):
     """dp 2 x tp 2 equals one process on the same global batch."""
     alone = train("qwen-tiny", "megatron", 1, "float64", 5)
-    comm = {group: "fp64" for group in ("tp", "dp")}
+    comm = dict.fromkeys(("tp", "dp"), "fp64")
     ranks = everyone(case_of("qwen-tiny", layout, 2, "float64", comm, dp=2), 5)
     mean = [(a + b) / 2 for a, b in zip(ranks[0].losses, ranks[2].losses)]
     assert max(abs(a - b) for a, b in zip(alone.losses, mean)) < 1e-9

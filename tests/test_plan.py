@@ -9,7 +9,7 @@ import pytest
 from suite import plan
 from suite.case import Case
 from suite.machine import Gpu, Machine
-from suite.workload import Expanded, Workload
+from suite.workload import Expanded, Workload, load_all
 
 CPU = Machine("cpu2", 2, 24.0)
 
@@ -154,3 +154,11 @@ def test_estimates_grow_with_the_work_and_deadlines_lie_far_above():
 def test_a_machine_with_gpus_still_runs_the_small_size_on_its_cpu():
     planned = plan.plan(one((case(), "small", 1)), replace(gpus(2), cpus=32))
     assert [row.runs for row in planned] == [True] and planned[0].expanded.case.device == "cpu"
+
+
+def test_a_case_of_an_implementation_that_is_not_installed_is_a_row_with_a_reason(monkeypatch):
+    monkeypatch.setattr(plan, "installed", lambda name: name == "triaxis")
+    rows = plan.plan(load_all(), CPU)
+    theirs = [row for row in rows if row.expanded.case.implementation == "transformers" and row.expanded.size == "small"]
+    assert theirs and all(row.reason == "needs transformers (extra test)" for row in theirs)
+    assert all(row.runs for row in rows if row.expanded.case.implementation == "triaxis" and row.expanded.size == "small")

@@ -116,7 +116,8 @@ def test_a_file_limit_stops_the_record_not_the_line(copy):
     program = (
         "import resource, runpy, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))\n"
-        "sys.argv = ['triaxis', 'launch', 'toy', '--stamp', 'results/s.json', 'ok1']; runpy.run_module('suite.cli', run_name='__main__')"
+        "sys.argv = ['triaxis', 'launch', 'toy', '--stamp', 'results/s.json', 'ok1']\n"
+        "runpy.run_module('suite.cli', run_name='__main__')"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -53,7 +53,6 @@ class Megatron:
         self.kv_parts = min(card["kv_heads"], tp.size)
         local = {"q": card["heads"] // tp.size, "k": card["kv_heads"] // self.kv_parts, "v": card["kv_heads"] // self.kv_parts}
         self.widths = {name: heads * self.head_size for name, heads in local.items()}
-        self.widths |= dict.fromkeys(("gate", "up"), card["ffn"] // tp.size)
 
     # where tensors lie
 
@@ -161,6 +160,8 @@ class Enter:
         y = self.layout.precision.matmul(ys[0], self.p[f"{name}.weight"], self.site, self.noise)
         if f"{name}.bias" in self.p:
             y = y + self.p[f"{name}.bias"].to(y.dtype)
+        if self.sub == "ffn":
+            return (y,)  # gate and up side by side
         return y.split([self.layout.widths[n] for n in self.names], dim=-1)
 
 
@@ -208,8 +209,8 @@ class HeadsNorm:
 
     def meet(self, ys, exact):
         if exact is not None:
-            exact, _ = meet(self.layout.tp, exact, forward="all_reduce", backward="all_reduce", site=(self.layer, "attention.qk_norm"),
-                            purpose="statistic")
+            site = (self.layer, "attention.qk_norm")
+            exact, _ = meet(self.layout.tp, exact, forward="all_reduce", backward="all_reduce", site=site, purpose="statistic")
         return ys, exact
 
     def after(self, ys, exact):

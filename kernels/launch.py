@@ -1,0 +1,95 @@
+"""One launch of a Triton kernel, to run or to compile without a GPU: what a budget is read from is what runs.
+
+    launch = Launch(kernel, (rows,), {"x": x, "width": 1024}, {"BLOCK": 4096}, warps=8)
+    launch.run()
+    launch.compile(90) -> Compiled(registers=40, spills=0, shared=32, ptx="...")
+
+Tensors may lie on the device `meta` where a launch is only compiled. Triton's ASTSource, its attribute `tt.divisibility`
+and the tools inside its wheel are private and move: they are touched here alone (seen with 3.7.1 and 3.6.0).
+Floating-point contraction is off in every launch, so that a kernel rounds as its plain-torch reference does.
+"""
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64",
+         torch.int32: "i32", torch.uint8: "u8"}
+ALIGNED = 16  # bytes of a pointer, or a divisor of an integer, from which Triton makes wide accesses
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Of one kernel on one architecture. registers a thread, spills in bytes a thread, shared memory in bytes a block."""
+
+    registers: int
+    spills: int
+    shared: int
+    ptx: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """arguments: tensors, numbers or None (left out of the kernel), by name; constants: its tl.constexpr."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    warps: int = 4
+
+    def run(self) -> None:
+        self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.warps, enable_fp_fusion=False)
+
+    def signature(self) -> tuple[dict[str, str], dict[str, Any], list[str]]:
+        """(type by name, constants by name, names that divide by 16), as Triton's own launcher would derive them."""
+        types, constants, wide = {}, dict(self.constants), []
+        for param in self.kernel.params:
+            value = constants[param.name] if param.is_constexpr else self.arguments[param.name]
+            types[param.name] = "constexpr"
+            if param.is_constexpr:
+                continue
+            if value is None or (type(value) is int and value == 1 and not param.do_not_specialize):
+                constants[param.name] = value
+                continue
+            if isinstance(value, Tensor):
+                types[param.name] = "*" + TYPES[value.dtype]
+                address = value.storage_offset() * value.element_size() if value.is_meta else value.data_ptr()
+            else:
+                types[param.name] = "fp32" if isinstance(value, float) else "i32" if -2**31 <= value < 2**31 else "i64"
+                address = value
+            if not isinstance(value, float) and not param.do_not_specialize and address % ALIGNED == 0:
+                wide.append(param.name)
+        return types, constants, wide
+
+    def compile(self, arch: int) -> Compiled:
+        """arch: compute capability without the dot (90 is sm_90). Raises what Triton raises where it does not compile."""
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        types, constants, wide = self.signature()
+        attributes = {(self.kernel.arg_names.index(name),): [["tt.divisibility", ALIGNED]] for name in wide}
+        source = ASTSource(self.kernel, types, constants, attributes)
+        made = triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": self.warps, "enable_fp_fusion": False})
+        return Compiled(*_resources(made.asm["cubin"]), made.metadata.shared, made.asm["ptx"])
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of local memory) a thread. Our kernels have no local arrays, so that local memory is spills."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"\b{word}:(\d+)", text)[1]) for word in ("REG", "STACK", "LOCAL"))
+    return registers, stack + local

@@ -1,0 +1,50 @@
+"""The kernels in plain torch, with the same signatures and on any device: what tests and benchmarks compare with.
+
+Arithmetic in max(float32, dtype of the tensors), so that float64 stays float64.
+"""
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def cross_entropy_statistics(logits: Tensor, target: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See kernels.cross_entropy.statistics."""
+    x = logits.to(_wide(logits.dtype))
+    if valid < logits.shape[1]:
+        x = torch.where(torch.arange(logits.shape[1], device=logits.device) < valid, x, -math.inf)
+    peak = x.amax(1).clamp(min=torch.finfo(x.dtype).min)
+    total = torch.exp(x - peak[:, None]).sum(1)
+    mine = (target >= 0) & (target < logits.shape[1])
+    picked = logits.gather(1, torch.where(mine, target, 0)[:, None])[:, 0].to(x.dtype)
+    return peak, total, torch.where(mine, picked, 0.0)
+
+
+def cross_entropy_gradient(logits: Tensor, target: Tensor, peak: Tensor, total: Tensor, scale: float, valid: int) -> None:
+    """See kernels.cross_entropy.gradient."""
+    column = torch.arange(logits.shape[1], device=logits.device)
+    p = torch.exp(logits.to(peak.dtype) - peak[:, None]) / total[:, None]
+    p = torch.where(column[None, :] == target[:, None], p - 1.0, p) * scale
+    logits.copy_(torch.where(column < valid, p, 0.0))
+
+
+def adamw_step(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, lr: float, beta1: float, beta2: float,
+               eps: float, decay: float, step: int, clip: Tensor | None = None) -> None:
+    """See kernels.adamw.step."""
+    wide = _wide(param.dtype)
+    w, g, m, v = (tensor.to(wide) for tensor in (param, grad, exp_avg, exp_avg_sq))
+    if clip is not None:
+        g = g * clip.to(wide)
+    w = w - (lr * decay) * w
+    m = beta1 * m + (1.0 - beta1) * g
+    v = beta2 * v + (1.0 - beta2) * g * g
+    w = w - (lr / (1.0 - beta1**step)) * m / (v.sqrt() / math.sqrt(1.0 - beta2**step) + eps)
+    param.copy_(w)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)

@@ -1,0 +1,121 @@
+"""Every kernel at the shapes that count: what tests, benchmarks and the regression gate go through.
+
+    for entry in ENTRIES:
+        compile(entry, 90).spills                             # no GPU needed
+        given = entry.inputs("cuda", seed=0)
+        entry.function(**given); entry.reference(**entry.inputs("cuda", seed=0))
+
+Shapes are those of one micro-batch of the models in workloads/models.yaml (t tokens, v columns of the padded vocabulary on
+one rank), and one that no wide access fits.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import adamw, cross_entropy, reference
+from kernels.launch import TYPES, Compiled, Launch
+
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Entry:
+    """function and reference take what `inputs` makes, by name; those that work in place return None. traffic: bytes that
+    one call must move between memory and the chip. aligned: every row starts at a multiple of 16 elements."""
+
+    name: str
+    function: Callable
+    reference: Callable
+    make: Callable[[str, int], dict[str, Any]]
+    launch: Callable[..., Launch]
+    traffic: int
+    aligned: bool = True
+
+    def inputs(self, device: str, seed: int = 0) -> dict[str, Any]:
+        """New arguments, the same for the same device and seed; on `meta` shapes and dtypes alone."""
+        return self.make(device, seed)
+
+
+def compile(entry: Entry, arch: int) -> Compiled:
+    """Compiles one entry for an architecture as its launcher would, without a GPU; see Launch.compile."""
+    return entry.launch(**entry.inputs("meta")).compile(arch)
+
+
+def _normal(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, scale: float = 1.0) -> Tensor:
+    if device == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.randn(shape, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(seed)).mul_(scale)
+
+
+def logits_and_targets(tokens: int, width: int, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Normal logits of deviation 3; a quarter of the targets lie on either side of this rank's columns."""
+    logits = _normal((tokens, width), dtype, device, seed, 3.0)
+    if device == "meta":
+        return logits, torch.empty(tokens, dtype=torch.int64, device=device)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    return logits, torch.randint(-width // 2, width + width // 2, (tokens,), device=device, generator=generator)
+
+
+def _statistics(tokens: int, width: int, valid: int, dtype: torch.dtype, device: str, seed: int) -> dict[str, Any]:
+    logits, target = logits_and_targets(tokens, width, dtype, device, seed)
+    return {"logits": logits, "target": target, "valid": valid}
+
+
+def _gradient(tokens: int, width: int, valid: int, dtype: torch.dtype, device: str, seed: int) -> dict[str, Any]:
+    logits, target = logits_and_targets(tokens, width, dtype, device, seed)
+    rows = {name: torch.empty(tokens, device=device) for name in ("peak", "total")}
+    if device != "meta":
+        rows["peak"].copy_(logits.amax(1))
+        rows["total"].fill_(width / 16)
+    return {"logits": logits, "target": target, **rows, "scale": 1.0 / tokens, "valid": valid}
+
+
+def _statistics_launch(logits: Tensor, target: Tensor, valid: int) -> Launch:
+    results = (torch.empty(len(logits), device=logits.device) for _ in range(3))
+    return cross_entropy.statistics_launch(logits, target, valid, *results)
+
+
+def step_inputs(shape: tuple[int, ...], dtype: torch.dtype, states: torch.dtype, device: str, seed: int) -> dict[str, Any]:
+    """A weight of deviation 0.02, a gradient with the moments that a few steps leave, and the third step's numbers."""
+    names = {"param": (dtype, 0.02), "grad": (dtype, 1e-3), "exp_avg": (states, 1e-3), "exp_avg_sq": (states, 1e-3)}
+    given = {name: _normal(shape, kind, device, seed + n, scale) for n, (name, (kind, scale)) in enumerate(names.items())}
+    if device != "meta":
+        given["exp_avg_sq"].square_()
+    return given | {"lr": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "decay": 0.1, "step": 3,
+                    "clip": torch.empty((), device=device) if device == "meta" else torch.tensor(0.37, device=device)}
+
+
+def _cross_entropy(model: str, tokens: int, width: int, valid: int, dtype: torch.dtype) -> list[Entry]:
+    name, size, aligned = f"{model}-{tokens}x{width}-{TYPES[dtype]}", tokens * width * dtype.itemsize, width % 16 == 0
+    shape = tokens, width, valid, dtype
+    return [Entry(f"cross_entropy.statistics/{name}", cross_entropy.statistics, reference.cross_entropy_statistics,
+                  partial(_statistics, *shape), _statistics_launch, size, aligned),
+            Entry(f"cross_entropy.gradient/{name}", cross_entropy.gradient, reference.cross_entropy_gradient,
+                  partial(_gradient, *shape), cross_entropy.gradient_launch, 2 * size, aligned)]
+
+
+def _adamw(model: str, rows: int, columns: int, dtype: torch.dtype, states: torch.dtype) -> Entry:
+    traffic = rows * columns * (3 * dtype.itemsize + 4 * states.itemsize)
+    return Entry(f"adamw.step/{model}-{rows}x{columns}-{TYPES[dtype]}-{TYPES[states]}", adamw.step, reference.adamw_step,
+                 partial(step_inputs, (rows, columns), dtype, states), adamw.step_launch, traffic, rows * columns % 16 == 0)
+
+
+ENTRIES = [
+    *_cross_entropy("gpt", 16384, 50304, 50257, BF16),
+    *_cross_entropy("qwen2.5", 8192, 151936, 151936, BF16),
+    *_cross_entropy("qwen2.5-tp2", 4096, 76032, 76032, BF16),
+    *_cross_entropy("gpt", 4096, 50304, 50257, FLOAT32),
+    *_cross_entropy("odd", 37, 1003, 990, BF16),
+    *_cross_entropy("odd", 37, 1003, 990, FLOAT32),
+    _adamw("gpt-1.3b-ffn", 8192, 2048, BF16, BF16),
+    _adamw("gpt-1.3b-ffn", 8192, 2048, FLOAT32, FLOAT32),
+    _adamw("gpt-1.3b-ffn", 8192, 2048, BF16, FLOAT32),
+    _adamw("qwen2.5-14b-embed", 152064, 5120, BF16, BF16),
+    _adamw("odd", 37, 41, BF16, BF16),
+]

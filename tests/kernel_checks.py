@@ -1,0 +1,109 @@
+"""Each kernel against its plain-torch reference on any device; run as a program, in Triton's interpreter.
+
+    TRITON_INTERPRET=1 python kernel_checks.py
+
+The interpreter (seen with Triton 3.7.1) truncates where it casts to bfloat16, so there float32 alone is compared.
+"""
+from __future__ import annotations
+
+import math
+import sys
+
+import torch
+from torch import Tensor
+
+from kernels import adamw, cross_entropy, reference
+from kernels.registry import logits_and_targets, step_inputs
+
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+NAN, INF = math.nan, math.inf
+SHAPES = [(5, 64, 64), (3, 200, 200), (4, 320, 257), (2, 96, 0), (3, 64, 1), (1, 127, 100)]  # tokens, width, valid
+WEIGHTS = [((16, 24), True), ((7, 11), False)]  # shape, clipped
+
+
+def close(got: Tensor, want: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=0.0, equal_nan=True)
+
+
+def check_statistics(device: str, dtype: torch.dtype, tokens: int, width: int, valid: int) -> None:
+    logits, target = logits_and_targets(tokens, width, dtype, device, width)
+    logits[:, valid:] = 1e4  # padding must not show
+    before = logits.clone()
+    got = cross_entropy.statistics(logits, target, valid)
+    want = reference.cross_entropy_statistics(logits, target, valid)
+    exact = reference.cross_entropy_statistics(logits.double(), target, valid)
+    assert torch.equal(logits, before)
+    assert [x.dtype for x in got] == [FLOAT32] * 3
+    assert torch.equal(got[0], want[0]) and torch.equal(got[2], want[2])
+    close(got[1], exact[1], 3e-6)
+    assert all(torch.equal(a, b) for a, b in zip(got, cross_entropy.statistics(logits, target, valid)))
+
+
+def check_gradient(device: str, dtype: torch.dtype, tokens: int, width: int, valid: int) -> None:
+    logits, target = logits_and_targets(tokens, width, dtype, device, width)
+    logits[:, valid:] = 1e4
+    target[0] = width // 2
+    peak, total, _ = reference.cross_entropy_statistics(logits.double(), target, valid)
+    exact = logits.double()
+    reference.cross_entropy_gradient(exact, target, peak, total * 1.5, 0.125, valid)
+    again = logits.clone()
+    for tensor in (logits, again):
+        cross_entropy.gradient(tensor, target, peak.float(), (total * 1.5).float(), 0.125, valid)
+    assert torch.equal(logits, again)
+    assert not logits[:, valid:].any()
+    limit = {BF16: 2**-8, FLOAT32: 4e-6}[dtype]
+    # p - 1 loses what p has below the rounding of 1: an absolute error in float32
+    torch.testing.assert_close(logits.double(), exact, rtol=limit, atol=1e-8)
+
+
+def check_nonfinite(device: str, dtype: torch.dtype) -> None:
+    logits = torch.zeros(6, 200, dtype=dtype, device=device)
+    for row, value in enumerate([NAN, INF, -INF]):
+        logits[row, 150] = value
+    logits[3] = -INF
+    logits[4, 190] = NAN  # padding: no logit
+    logits[5, :100] = -INF
+    target = torch.full((6,), 7, device=device)
+    got = cross_entropy.statistics(logits, target, 180)
+    want = reference.cross_entropy_statistics(logits, target, 180)
+    for a, b in zip(got, want):
+        close(a, b, 1e-6)
+    assert got[1].isnan().tolist() == [True, True, False, False, False, False]
+    cross_entropy.gradient(logits, target, *want[:2], 1.0, 180)
+    assert logits[:, :180].isnan().any(1).tolist() == [True, True, False, True, False, False]
+
+
+def check_step(device: str, shape: tuple[int, ...], dtype: torch.dtype, states: torch.dtype, clip: bool, steps: int = 10) -> None:
+    """Each step from the reference's state: within 1e-6 of the old and the new value in float32 (their difference may be
+    small, the step's error is not), within one unit in the last place on top of that in bfloat16."""
+    given = step_inputs(shape, dtype, states, device, 0) | ({} if clip else {"clip": None})
+    names = ("param", "exp_avg", "exp_avg_sq")
+    for step in range(1, steps + 1):
+        given |= {"step": step, "lr": 1e-3 * step, "grad": torch.roll(given["grad"], 1)}
+        old = {name: given[name].double() for name in names}
+        mine = given | {name: given[name].clone() for name in names}
+        grad = given["grad"].clone()
+        adamw.step(**mine)
+        reference.adamw_step(**given)
+        assert torch.equal(given["grad"], grad)
+        for name in names:
+            got, want = mine[name].double(), given[name].double()
+            place = 2**-7 if mine[name].dtype == BF16 else 0.0
+            excess = (got - want).abs() - 1e-6 * (old[name].abs() + want.abs()) - place * want.abs()
+            assert excess.max().item() <= 0, (name, step)
+
+
+def interpret() -> None:
+    """Small blocks, so that small tensors have several and a tail."""
+    cross_entropy.BLOCK, adamw.BLOCK = 64, 64
+    for shape in SHAPES:
+        check_statistics("cpu", FLOAT32, *shape)
+        check_gradient("cpu", FLOAT32, *shape)
+    check_nonfinite("cpu", FLOAT32)
+    for shape, clip in WEIGHTS:
+        check_step("cpu", shape, FLOAT32, FLOAT32, clip, steps=3)
+    sys.stdout.write(f"{len(SHAPES)} shapes, {len(WEIGHTS)} weights\n")
+
+
+if __name__ == "__main__":
+    interpret()

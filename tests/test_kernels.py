@@ -1,0 +1,198 @@
+"""Triton kernels against their plain-torch references: compiled for five architectures here, interpreted here, run on a GPU.
+
+What is compared stands in kernel_checks.py: in float32 in the interpreter, which needs a process of its own, and in bfloat16 too
+on a GPU.
+"""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import kernel_checks
+import pytest
+import torch
+from kernel_checks import BF16, FLOAT32, SHAPES, WEIGHTS, check_gradient, check_nonfinite, check_statistics, check_step, close
+from torch import Tensor
+
+from kernels import adamw, cross_entropy, reference
+from kernels.launch import ARCHITECTURES
+from kernels.registry import ENTRIES, Entry, compile, logits_and_targets, step_inputs
+
+
+def distinct() -> list[Entry]:
+    """One entry of each kernel, types and hints: the rest compile to the same."""
+    return list({(e.function.__qualname__, e.function.__module__, str(e.launch(**e.inputs("meta")).signature())): e
+                 for e in reversed(ENTRIES)}.values())
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_entry_compiles_without_spills(arch):
+    for entry in distinct():
+        made = compile(entry, arch)
+        assert made.spills == 0, entry.name
+        assert 16 <= made.registers <= (64 if entry.aligned else 128), (entry.name, made)
+
+
+@pytest.mark.parametrize("entry", [e for e in distinct() if e.aligned], ids=lambda e: e.name)
+def test_aligned_rows_move_16_bytes_at_a_time(entry):
+    accesses = re.findall(r"\b(?:ld|st)\.global\S*", compile(entry, 90).ptx)
+    single = {"statistics": 5, "gradient": 3, "step": 1}[entry.function.__name__]  # target, picked, statistics of a row; clip
+    assert len([a for a in accesses if ".v4.b32" not in a]) == single, accesses
+
+
+def test_names_are_unique_and_traffic_is_what_the_arguments_hold():
+    assert len({e.name for e in ENTRIES}) == len(ENTRIES)
+    for entry in ENTRIES:
+        size = {name: x.numel() * x.element_size() for name, x in entry.inputs("meta").items() if isinstance(x, Tensor)}
+        passes = {"statistics": {"logits": 1}, "gradient": {"logits": 2},
+                  "step": {"param": 2, "grad": 1, "exp_avg": 2, "exp_avg_sq": 2}}[entry.function.__name__]
+        assert entry.traffic == sum(size[name] * n for name, n in passes.items()), entry.name
+
+
+def test_what_changes_each_step_compiles_nothing_anew():
+    def signature(shape=(64, 64), **changed):
+        return adamw.step_launch(**step_inputs(shape, BF16, BF16, "meta", 0) | changed).signature()
+
+    first = signature(step=1, lr=1.0)
+    assert first == signature(step=10**6, lr=0.0) == signature(step=2, beta1=0.0, decay=0)
+    assert first != signature(clip=None)
+    assert signature((1 << 16, 1 << 16))[0]["numel"] == "i64" and first[0]["numel"] == "i32"
+
+    def valid(n: int):
+        logits, target = logits_and_targets(4, 64, BF16, "meta", 0)
+        return cross_entropy.gradient_launch(logits, target, torch.empty(4), torch.empty(4), 1.0, n).signature()
+
+    assert valid(1) == valid(32) == valid(33)
+
+
+def test_offsets_are_64_bits_wide_over_2_to_the_31_elements():
+    big = adamw.step_launch(**step_inputs((1 << 16, 1 << 16), BF16, BF16, "meta", 0))
+    assert big.grid == (1 << 22,)
+    assert re.search(r"mul\.wide\.[su]32", big.compile(90).ptx)
+    logits, target = logits_and_targets(1 << 15, 152064, BF16, "meta", 0)
+    rows = [torch.empty(len(target), device="meta") for _ in range(2)]
+    assert re.search(r"mul\.wide\.[su]32|mul\.lo\.s64|mad\.lo\.s64",
+                     cross_entropy.gradient_launch(logits, target, *rows, 1.0, 152064).compile(90).ptx)
+
+
+def test_the_interpreter_equals_the_references():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, kernel_checks.__file__], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{len(SHAPES)} shapes, {len(WEIGHTS)} weights\n"
+
+
+# the references themselves
+
+
+def test_the_reference_is_the_log_softmax_and_its_gradient():
+    logits, target = logits_and_targets(9, 50, torch.float64, "cpu", 3)
+    target %= 40
+    logits.requires_grad_()
+    want = torch.nn.functional.cross_entropy(logits[:, :40], target, reduction="sum")
+    want.backward()
+    with torch.no_grad():
+        peak, total, picked = reference.cross_entropy_statistics(logits, target, 40)
+        assert (total.log() + peak - picked).sum().item() == pytest.approx(want.item(), rel=1e-14)
+        gradient = logits.clone()
+        reference.cross_entropy_gradient(gradient, target, peak, total, 1.0, 40)
+    torch.testing.assert_close(gradient, logits.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_statistics_of_shards_combine_to_the_whole():
+    logits, target = logits_and_targets(8, 96, torch.float64, "cpu", 4)
+    target = target.clamp(0, 95)
+    whole = reference.cross_entropy_statistics(logits, target, 60)
+    parts = [reference.cross_entropy_statistics(logits[:, lo:lo + 32], target - lo, min(32, max(0, 60 - lo))) for lo in (0, 32, 64)]
+    peak = torch.stack([p[0] for p in parts]).amax(0)
+    total = sum(p[1] * torch.exp(p[0] - peak) for p in parts)
+    assert torch.equal(peak, whole[0]) and torch.equal(sum(p[2] for p in parts), whole[2])
+    close(total, whole[1], 1e-14)
+    assert not parts[2][1].any(), "a rank of padding alone holds no mass"
+
+
+def rows(*shape: int, dtype: torch.dtype = FLOAT32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: cross_entropy.statistics(rows(2, 8, dtype=torch.float64), rows(2, dtype=torch.int64), 8), "logits are torch.float64"),
+    (lambda: cross_entropy.statistics(rows(8, 2).t(), rows(2, dtype=torch.int64), 8), r"logits \(2, 8\) with strides \(1, 2\)"),
+    (lambda: cross_entropy.statistics(rows(2, 8), rows(2, dtype=torch.int32), 8), "target is torch.int32, expected int64"),
+    (lambda: cross_entropy.statistics(rows(2, 8), rows(3, dtype=torch.int64), 8), r"target \(3,\) does not fit logits \(2, 8\)"),
+    (lambda: cross_entropy.gradient(rows(2, 8), rows(2, dtype=torch.int64), rows(2), rows(1), 1.0, 8), r"total \(1,\)"),
+    (lambda: adamw.step(**step_inputs((4, 4), FLOAT32, torch.float64, "cpu", 0)), "exp_avg is torch.float64"),
+    (lambda: adamw.step(**step_inputs((4, 4), FLOAT32, FLOAT32, "cpu", 0) | {"grad": rows(4, 5)}), r"grad \(4, 5\)"),
+    (lambda: adamw.step(**step_inputs((4, 5), FLOAT32, FLOAT32, "cpu", 0) | {"grad": rows(5, 4).t()}), "grad .* no contiguous"),
+    (lambda: adamw.step(**step_inputs((4, 4), FLOAT32, FLOAT32, "cpu", 0) | {"clip": rows(2)}), "clip is torch.float32"),
+    (lambda: adamw.step(**step_inputs((4, 4), FLOAT32, FLOAT32, "cpu", 0) | {"step": 0}), "step 0: steps count from 1")])
+def test_what_does_not_fit_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_nothing_to_do_is_done():
+    empty = cross_entropy.statistics(rows(0, 8), rows(0, dtype=torch.int64), 8)
+    assert [x.shape for x in empty] == [(0,)] * 3
+    cross_entropy.gradient(rows(0, 8), rows(0, dtype=torch.int64), rows(0), rows(0), 1.0, 8)
+    adamw.step(**step_inputs((0, 4), FLOAT32, FLOAT32, "cpu", 0))
+
+
+# on a GPU
+
+
+@pytest.fixture
+def poison():
+    """Memory that a kernel was to write and did not is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+WIDE = [(17, 4096, 4096), (5, 12288, 12288), (9, 50304, 50257), (3, 151936, 151936), (4, 5003, 4999), (6, 8192, 0), (2, 4112, 1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize("shape", SHAPES + WIDE)
+def test_cross_entropy_on_a_device(poison, dtype, shape):
+    check_statistics("cuda", dtype, *shape)
+    check_gradient("cuda", dtype, *shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_nonfinite_logits_on_a_device(poison, dtype):
+    check_nonfinite("cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("dtype, states", [(BF16, BF16), (FLOAT32, FLOAT32), (BF16, FLOAT32)])
+@pytest.mark.parametrize("shape", [(64, 1024), (37, 41), (5000,)])
+def test_adamw_on_a_device(poison, dtype, states, shape, clip):
+    check_step("cuda", shape, dtype, states, clip)
+
+
+@pytest.mark.gpu
+def test_adamw_reaches_past_2_to_the_31_elements():
+    given = {name: torch.full((2**31 + 5000,), value, dtype=BF16, device="cuda")
+             for name, value in [("param", 1.0), ("grad", 0.5), ("exp_avg", 0.0), ("exp_avg_sq", 0.0)]}
+    numbers = {"lr": 0.25, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "decay": 0.0, "step": 1}
+    adamw.step(**given, **numbers)
+    assert bool((given["param"] == 0.75).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if "embed" not in e.name], ids=lambda e: e.name)
+def test_the_launcher_compiles_what_is_compiled_without_a_gpu(entry):
+    launch = entry.launch(**entry.inputs("cuda"))
+    made = launch.kernel[launch.grid](**launch.arguments, **launch.constants, num_warps=launch.warps, enable_fp_fusion=False)
+    major, minor = torch.cuda.get_device_capability()
+    want = compile(entry, 10 * major + minor)
+    assert (made.n_regs, made.n_spills, made.metadata.shared) == (want.registers, 0, want.shared)
+    assert made.asm["ptx"] == want.ptx

@@ -1,0 +1,183 @@
+"""Training: it learns real text, repeats bit for bit, resumes bit for bit, moves between meshes, and fails in one line."""
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from suite.assemble import assemble
+from suite.case import Case, Optim
+from suite.checkpoint import CheckpointError, Reader, save_weights
+from suite.mesh import Mesh
+from suite.record import CaseFailed
+from suite.train import Trainer, execute, rate
+
+TEXT = {"text": "random", "seq": 32, "batch": 4}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> dict:
+    """A small text of one's own: a rule that can be learnt."""
+    lines = [f"{a} plus {b} is {a + b} and {b} plus {a} is {a + b} too.\n\n" for a in range(60) for b in range(60)]
+    file = tmp_path / "sums.txt"
+    file.write_text("".join(lines), encoding="utf-8")
+    return {"text": str(file), "tokenizer": 300, "seq": 32, "batch": 8}
+
+
+def small(**more) -> Case:
+    return Case(model="gpt-tiny", precision="float32", **more)
+
+
+def run(case: Case, folder: Path, mesh: Mesh | None = None):
+    return execute(case, mesh or Mesh(), progress=lambda *_: None, folder=folder)
+
+
+def run_rank(mesh: Mesh, row: dict, folder: str):
+    outcome = run(Case(**row), Path(folder), mesh)
+    return outcome.losses, {m.name: m.value for m in outcome.metrics}
+
+
+def test_it_learns_and_repeats_bit_for_bit(words, tmp_path):
+    case = small(data=words, steps=40)
+    first, second = run(case, tmp_path), run(case, tmp_path)
+    assert first.losses == second.losses
+    assert [m for m in first.metrics if m.name.endswith("_loss")] == [m for m in second.metrics if m.name.endswith("_loss")]
+    assert first.losses[0]["loss"] == pytest.approx(math.log(300), abs=0.3)
+    valid = next(m for m in first.metrics if m.name == "validation_loss")
+    assert valid.value < first.losses[0]["loss"] - 1.5
+    assert first.facts["deterministic"] is True
+    assert run(small(data=words, steps=40, seed=1), tmp_path).losses != first.losses
+
+
+def test_a_cut_run_goes_on_with_the_same_bits(words, tmp_path):
+    whole = run(small(data=words, steps=12), tmp_path / "whole")
+    case = small(data=words, steps=12, save=5)
+    with pytest.raises(KeyboardInterrupt):
+        execute(case, Mesh(), progress=_stop_at(8), folder=tmp_path / "cut")
+    saved = [p.name for p in (tmp_path / "cut" / "checkpoints").iterdir()]
+    assert saved == ["step-000005"]
+    rest = run(case, tmp_path / "cut")
+    assert rest.losses == whole.losses
+    assert _validation(rest) == _validation(whole)
+
+
+def _validation(outcome) -> float:
+    return next(m.value for m in outcome.metrics if m.name == "validation_loss")
+
+
+def _stop_at(last: int):
+    def progress(step: int, *_: object) -> None:
+        if step == last:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_a_checkpoint_of_another_case_is_refused_by_key(words, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        execute(small(data=words, steps=12, save=5), Mesh(), progress=_stop_at(8), folder=tmp_path)
+    with pytest.raises(CheckpointError, match="another steps: 12 instead of 14"):
+        run(small(data=words, steps=14, save=5), tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "lost", "state"])
+def test_a_damaged_checkpoint_is_named(words, tmp_path, damage):
+    case = small(data=words, steps=12, save=5)
+    with pytest.raises(KeyboardInterrupt):
+        execute(case, Mesh(), progress=_stop_at(8), folder=tmp_path)
+    folder = tmp_path / "checkpoints" / "step-000005"
+    weights = folder / "weights-00001.safetensors"
+    if damage == "cut":
+        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    elif damage == "lost":
+        weights.unlink()
+    else:
+        (folder / "state.json").write_text("{", encoding="utf-8")
+    named = {"cut": "weights-00001.safetensors: truncated", "lost": "no tensor 'embed.weight'", "state": "state.json"}[damage]
+    with pytest.raises(CheckpointError, match=named) as caught:
+        run(case, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def _save(mesh: Mesh, row: dict, folder: str) -> None:
+    made = assemble(Case(**row), mesh, 300)
+    save_weights(made.model.weights, Path(folder), made.tp, mesh.rank == 0)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("model", ["qwen-tiny", "olmo2-tiny"])
+def test_weights_move_between_meshes_and_layouts(words, tmp_path, model):
+    """Saved by four ranks, of which two hold the same K/V heads; read by one rank and by two in another layout."""
+    saved = tmp_path / "weights"
+    common = {"model": model, "precision": "float64", "data": words, "steps": 3, "optim": {"lr": 1e-4}}
+    run_ranks(_save, 4, Case(**common, mesh={"tp": 4}, comm="fp64", seed=7).row(), str(saved))
+    names = Reader(saved).where
+    assert "layers.0.attention.q.weight" in names and not any("+" in name for name in names)
+    alone = run(Case(**common, init=str(saved)), tmp_path / "one")
+    split = Case(**common, init=str(saved), mesh={"tp": 2}, comm="fp64", layout="megatron-sp")
+    losses, _ = run_ranks(run_rank, 2, split.row(), str(tmp_path / "two"))[0]
+    assert [row["loss"] for row in losses] == pytest.approx([row["loss"] for row in alone.losses], abs=1e-9)
+    drawn = run(Case(**common, seed=7), tmp_path / "drawn")
+    assert drawn.losses[0]["loss"] != alone.losses[0]["loss"], "another data order, so another batch"
+
+
+def test_a_checkpoint_of_another_shape_names_the_tensor(words, tmp_path):
+    run_save = Case(model="gpt-tiny", precision="float32", data=words)
+    _save(Mesh(), run_save.row(), str(tmp_path / "gpt"))
+    with pytest.raises(CheckpointError, match=r"embed.weight: shape \(384, 128\), expected \(512, 128\)"):
+        run(Case(model="gpt-tiny", precision="float32", data={**words, "tokenizer": 400}, init=str(tmp_path / "gpt")), tmp_path)
+    with pytest.raises(CheckpointError, match="no such file"):
+        run(Case(model="gpt-tiny", precision="float32", data=words, init=str(tmp_path / "none")), tmp_path)
+
+
+def test_a_loss_that_is_no_number_names_the_step(words, tmp_path, monkeypatch):
+    ordinary = Trainer.step
+
+    def poisoned(self, step):
+        if step == 3:
+            self.model.weights.leaves["norm.weight"].data[0] = math.nan
+        return ordinary(self, step)
+
+    monkeypatch.setattr(Trainer, "step", poisoned)
+    with pytest.raises(CaseFailed, match="loss is nan at step 3"):
+        run(small(data=words, steps=8), tmp_path)
+
+
+@pytest.mark.ranks
+def test_accumulation_and_replicas_see_the_same_batch(words, tmp_path):
+    """One pass, four micro-batches, and two replicas of two micro-batches: one loss."""
+    common = {"model": "qwen-tiny", "precision": "float64", "steps": 4, "optim": {"lr": 1e-4}}
+    whole = run(Case(**common, data=words), tmp_path)
+    pieces = run(Case(**common, data={**words, "micro": 2}), tmp_path)
+    case = Case(**common, data={**words, "micro": 2}, mesh={"dp": 2}, comm={"dp": "fp64"})
+    losses, _ = run_ranks(run_rank, 2, case.row(), str(tmp_path / "dp"), dp=2)[0]
+    for other in (pieces.losses, losses):
+        assert [row["loss"] for row in other] == pytest.approx([row["loss"] for row in whole.losses], abs=1e-9)
+        assert [row["grad_norm"] for row in other] == pytest.approx([row["grad_norm"] for row in whole.losses], rel=1e-9)
+
+
+@pytest.mark.ranks
+def test_a_speed_run_measures_what_it_says(words, tmp_path):
+    case = Case(model="gpt-tiny", precision="bf16", data=words, mesh={"tp": 2}, comm="int8", measure="speed", steps=4)
+    _, metrics = run_ranks(run_rank, 2, case.row(), str(tmp_path))[0]
+    assert metrics["tokens_per_second"] == pytest.approx(8 * 32 / (metrics["step_time"] / 1e3))
+    assert 0 < metrics["comm_share"] <= 100 and metrics["validation_loss"] is None and metrics["mfu"] is None
+    elements = 9 * 8 * 32 * 128  # embedding and twice a layer, four layers
+    assert metrics["payload_bytes_forward"] >= elements * (1 + 4 / 128)
+
+
+def test_the_rate_warms_up_and_falls_to_its_floor():
+    optim = Optim(lr=1.0, floor=0.1, warmup=0.1)
+    rates = [rate(optim, step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) == pytest.approx(1.0) and rates[-1] == pytest.approx(0.1)
+    assert rates[9] == pytest.approx(1.0) and all(a > b for a, b in pairwise(rates[10:]))
