@@ -2,7 +2,7 @@
 
     launch = Launch(kernel, (rows,), {"x": x, "width": 1024}, {"BLOCK": 4096}, warps=8)
     launch.run()
-    launch.compile(90) -> Compiled(registers=40, spills=0, shared=32, ptx="...")
+    launch.compile(90) -> Compiled(registers=40, spills=0, shared=32)
 
 Tensors may lie on the device `meta` where a launch is only compiled. Triton's ASTSource, its attribute `tt.divisibility`
 and the tools inside its wheel are private and move: they are touched here alone (seen with 3.7.1 and 3.6.0).
@@ -30,11 +30,13 @@ ALIGNED = 16  # bytes of a pointer, or a divisor of an integer, from which Trito
 
 @dataclass(frozen=True)
 class Compiled:
-    """Of one kernel on one architecture. registers a thread, spills in bytes a thread, shared memory in bytes a block."""
+    """Of one kernel on one architecture. registers a thread, spills in bytes a thread, shared memory in bytes a block;
+    ir: Triton's own, ptx: NVIDIA's assembly."""
 
     registers: int
     spills: int
     shared: int
+    ir: str = field(repr=False)
     ptx: str = field(repr=False)
 
 
@@ -81,7 +83,7 @@ class Launch:
         attributes = {(self.kernel.arg_names.index(name),): [["tt.divisibility", ALIGNED]] for name in wide}
         source = ASTSource(self.kernel, types, constants, attributes)
         made = triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": self.warps, "enable_fp_fusion": False})
-        return Compiled(*_resources(made.asm["cubin"]), made.metadata.shared, made.asm["ptx"])
+        return Compiled(*_resources(made.asm["cubin"]), made.metadata.shared, made.asm["ttir"], made.asm["ptx"])
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

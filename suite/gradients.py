@@ -38,9 +38,16 @@ class Gradients:
 
     def __init__(self, weights: Weights, tp: Wire, dp: Wire, copies: dict[int, Wire]):
         self.weights, self.tp, self.dp, self.copies = weights, tp, dp, copies
-        shares = [1.0 / member.spec.copies(tp.size) for member in weights.members.values()]
-        leaf = next(iter(weights.leaves.values()))
-        self.shares = torch.tensor(shares, dtype=wide(leaf.dtype), device=leaf.device)
+        # a leaf whose members are held by equally many ranks is one piece, else each member is
+        self.pieces: list[tuple[str, str | None]] = []
+        shares = []
+        for leaf in weights.leaves:
+            copies = {m.name: m.spec.copies(tp.size) for m in weights.members.values() if m.leaf == leaf}
+            whole = len(set(copies.values())) == 1
+            self.pieces += [(leaf, None)] if whole else [(leaf, name) for name in copies]
+            shares += [1.0 / n for n in (list(copies.values())[:1] if whole else copies.values())]
+        example = next(iter(weights.leaves.values()))
+        self.shares = torch.tensor(shares, dtype=wide(example.dtype), device=example.device)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -60,7 +67,8 @@ class Gradients:
     def norm(self) -> Tensor:
         """Global L2 norm, a scalar tensor equal on all ranks; no synchronisation with the host."""
         weights, size = self.weights, self.tp.size
-        parts = torch.stack(torch._foreach_norm([weights.gradient(name) for name in weights.members]))
+        gradients = [weights.leaves[leaf].grad if name is None else weights.gradient(name) for leaf, name in self.pieces]
+        parts = torch.stack(torch._foreach_norm(gradients))
         square = (parts.to(self.shares.dtype).square() * self.shares).sum()
         if size > 1:
             square, _ = self.tp.run("all_reduce", square.reshape(1), site=SITE, way="step", purpose="norm")

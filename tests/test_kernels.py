@@ -68,14 +68,18 @@ def test_what_changes_each_step_compiles_nothing_anew():
     assert valid(1) == valid(32) == valid(33)
 
 
-def test_offsets_are_64_bits_wide_over_2_to_the_31_elements():
-    big = adamw.step_launch(**step_inputs((1 << 16, 1 << 16), BF16, BF16, "meta", 0))
-    assert big.grid == (1 << 22,)
-    assert re.search(r"mul\.wide\.[su]32", big.compile(90).ptx)
-    logits, target = logits_and_targets(1 << 15, 152064, BF16, "meta", 0)
-    rows = [torch.empty(len(target), device="meta") for _ in range(2)]
-    assert re.search(r"mul\.wide\.[su]32|mul\.lo\.s64|mad\.lo\.s64",
-                     cross_entropy.gradient_launch(logits, target, *rows, 1.0, 152064).compile(90).ptx)
+def test_offsets_are_64_bits_wide():
+    """A row's or a block's place is multiplied out in 64 bits: logits and weights pass 2^31 elements."""
+    for entry in distinct():
+        assert re.search(r"arith\.muli .* : i64", compile(entry, 90).ir), entry.name
+
+
+def test_a_maximum_keeps_nan():
+    """The interpreter keeps it whatever the kernel says; an instruction without .NaN would drop it."""
+    for entry in distinct():
+        maxima = re.findall(r"\bmax\.\S*f32", compile(entry, 90).ptx)
+        assert set(maxima) <= {"max.NaN.f32"}
+        assert bool(maxima) == (entry.function is cross_entropy.statistics)
 
 
 def test_the_interpreter_equals_the_references():
@@ -176,6 +180,18 @@ def test_nonfinite_logits_on_a_device(poison, dtype):
 @pytest.mark.parametrize("shape", [(64, 1024), (37, 41), (5000,)])
 def test_adamw_on_a_device(poison, dtype, states, shape, clip):
     check_step("cuda", shape, dtype, states, clip)
+
+
+@pytest.mark.gpu
+def test_cross_entropy_reaches_past_2_to_the_31_elements():
+    width, tokens = 1 << 17, (1 << 14) + 2
+    logits = torch.zeros(tokens, width, dtype=BF16, device="cuda")
+    target = torch.full((tokens,), 5, device="cuda")
+    logits[-1, 5] = 3.0
+    peak, total, picked = cross_entropy.statistics(logits, target, width)
+    assert peak[-1].item() == picked[-1].item() == 3.0 and bool((total[:-1] == width).all())
+    cross_entropy.gradient(logits, target, peak, total, 1.0, width)
+    assert bool((logits[:-1, 5] == -1.0).all()) and bool((logits[:-1, 6:] == 2**-17).all())
 
 
 @pytest.mark.gpu

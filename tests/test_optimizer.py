@@ -12,7 +12,7 @@ from suite.assemble import assemble
 from suite.case import Case, Optim
 from suite.mesh import Mesh
 from suite.optimizer import KINDS, AdamW
-from suite.train import Trainer, rate
+from suite.train import Trainer, execute, rate
 
 BF16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float32, torch.float64
 OPTIM = Optim(lr=1e-2, decay=0.1)
@@ -204,6 +204,23 @@ def test_a_training_step_clips_on_both_sides(implementation, kind):
     assert all(p.grad is None for p in parameters)
 
 
+def test_a_cut_run_goes_on_bit_for_bit(tmp_path):
+    """Weights, both moments and the number of steps come back from the checkpoint that a cut left."""
+    case = Case(model="gpt-tiny", precision="float32", steps=6, save=3, data={"text": "random", "seq": 16, "batch": 2})
+
+    def run(folder: str, stop: int = 0) -> list[float]:
+        def progress(step: int, *rest: object) -> None:
+            if step == stop:
+                raise KeyboardInterrupt
+
+        return [row["loss"] for row in execute(case, Mesh(), progress=progress, folder=tmp_path / folder).losses]
+
+    with pytest.raises(KeyboardInterrupt):
+        run("cut", stop=5)
+    assert [p.name for p in (tmp_path / "cut" / "checkpoints").iterdir()] == ["step-000003"]
+    assert run("cut") == run("whole")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32, BF16])
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -211,7 +228,8 @@ def test_ten_steps_equal_torch_on_a_device(dtype, clip):
     for leaf, other, states in (pair for pairs in side_by_side(dtype, "cuda", clip=clip, fused=True) for pair in pairs):
         for got, want in [(leaf.detach(), other.detach()), *states]:
             if dtype == BF16:
-                torch.testing.assert_close(got, want, rtol=2**-6, atol=1e-6)
+                # a weight near zero is the difference of larger ones: an ulp of those, not its own
+                torch.testing.assert_close(got, want, rtol=2**-6, atol=1e-5)
             else:
                 assert float((got - want).norm() / want.norm()) < {FLOAT64: 1e-14, FLOAT32: 1e-6}[dtype]
 
