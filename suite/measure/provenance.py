@@ -75,7 +75,8 @@ def cpu_name() -> str | None:
 
 
 def git(folder: Path) -> dict[str, Any] | None:
-    """{commit, dirty} of the checkout that `folder` is the top of, None where it is none. dirty: code differs from the commit."""
+    """{commit, dirty} of the checkout that `folder` is the top of; dirty: code differs from the commit. Where it is none
+    (an exported tree), the commit that TRIAXIS_COMMIT states, dirty unknown, or None."""
     def ask(*arguments: str) -> str | None:
         try:
             done = subprocess.run(["git", "--no-optional-locks", *arguments], cwd=folder, capture_output=True, text=True,
@@ -86,7 +87,8 @@ def git(folder: Path) -> dict[str, Any] | None:
 
     top, commit = ask("rev-parse", "--show-toplevel"), ask("rev-parse", "HEAD")
     if not top or not commit or Path(top).resolve() != folder.resolve():
-        return None
+        stated = os.environ.get("TRIAXIS_COMMIT")
+        return {"commit": stated, "dirty": None} if stated else None
     changes = ask("status", "--porcelain", "--", *CODE)
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
