@@ -4,7 +4,9 @@
     block = `steps` timed steps, synchronised at its ends
     ratio = mean over pairs of log(on / off), with a one-sided 95 % upper bound by Student's t
 
-Clocks, temperature and neighbours drift over minutes; two blocks of one pair lie seconds apart, so the drift cancels.
+Clocks, temperature and neighbours drift over minutes; two blocks of one pair lie seconds apart, so the drift cancels. Starting
+a sampler lets the GPU rest and clock up, so every block starts one, the blocks without it end it again, and `SETTLE` steps run
+before the clock does.
 """
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from typing import Any
 from suite.record import Metric
 
 CONFIDENCE = 0.95
+SETTLE = 4
 
 
 def bound(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -43,16 +46,20 @@ def overhead(trainer: Any, pairs: int = 12, steps: int = 10) -> list[Metric]:
         for pair in range(pairs):
             seconds = {}
             for on in (True, False) if pair % 2 else (False, True):
-                sampler = Sampler(Path(folder) / f"{pair}.csv", trainer.mesh)
-                with sampler if on else contextlib.nullcontext():
-                    if on and not sampler:
+                with contextlib.ExitStack() as stack:
+                    sampler = stack.enter_context(Sampler(Path(folder) / f"{pair}.csv", trainer.mesh))
+                    if not sampler:
                         return [Metric("sampler_overhead", None, "ratio", reason=sampler.reason)]
+                    if not on:
+                        stack.close()
                     clock = StepClock(trainer.device, trainer.barrier)
-                    clock.start()
-                    for _ in range(steps):
+                    for step in range(SETTLE + steps):
+                        if step == SETTLE:
+                            clock.start()
                         trainer.step(number)
                         number += 1
-                        clock.mark()
+                        if step >= SETTLE:
+                            clock.mark()
                     clock.stop()
                     seconds[on] = clock.window
             taken.append((seconds[True], seconds[False]))
