@@ -6,7 +6,9 @@
 
 Tensors may lie on the device `meta` where a launch is only compiled. Triton's ASTSource, its attribute `tt.divisibility`
 and the tools inside its wheel are private and move: they are touched here alone (seen with 3.7.1 and 3.6.0).
-Floating-point contraction is off in every launch, so that a kernel rounds as its plain-torch reference does.
+Floating-point contraction is off in every launch that passes here, so that a kernel rounds as its plain-torch reference does.
+A kernel that torch.compile launches (a triton_op) gets no such option: it must have nothing to contract. Tests compile it
+with contraction on (`fusion`) and compare.
 """
 from __future__ import annotations
 
@@ -31,13 +33,19 @@ ALIGNED = 16  # bytes of a pointer, or a divisor of an integer, from which Trito
 @dataclass(frozen=True)
 class Compiled:
     """Of one kernel on one architecture. registers a thread, spills in bytes a thread, shared memory in bytes a block;
-    ir: Triton's own, ptx: NVIDIA's assembly."""
+    ir: Triton's own, ptx: NVIDIA's assembly, cubin: the machine code."""
 
     registers: int
     spills: int
     shared: int
     ir: str = field(repr=False)
     ptx: str = field(repr=False)
+    cubin: bytes = field(repr=False)
+
+    @property
+    def instructions(self) -> list[str]:
+        """What the GPU runs, one instruction each with its operands, without addresses and encodings."""
+        return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", _dump(self.cubin, "--dump-sass"))
 
 
 @dataclass(frozen=True)
@@ -74,24 +82,30 @@ class Launch:
                 wide.append(param.name)
         return types, constants, wide
 
-    def compile(self, arch: int) -> Compiled:
-        """arch: compute capability without the dot (90 is sm_90). Raises what Triton raises where it does not compile."""
+    def compile(self, arch: int, fusion: bool = False) -> Compiled:
+        """arch: compute capability without the dot (90 is sm_90). fusion: as without our option, with contraction on.
+        Raises what Triton raises where it does not compile."""
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
         types, constants, wide = self.signature()
         attributes = {(self.kernel.arg_names.index(name),): [["tt.divisibility", ALIGNED]] for name in wide}
         source = ASTSource(self.kernel, types, constants, attributes)
-        made = triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": self.warps, "enable_fp_fusion": False})
-        return Compiled(*_resources(made.asm["cubin"]), made.metadata.shared, made.asm["ttir"], made.asm["ptx"])
+        made = triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": self.warps, "enable_fp_fusion": fusion})
+        code = made.asm["cubin"]
+        return Compiled(*_resources(code), made.metadata.shared, made.asm["ttir"], made.asm["ptx"], code)
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of local memory) a thread. Our kernels have no local arrays, so that local memory is spills."""
+def _dump(cubin: bytes, what: str) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of local memory) a thread. Our kernels have no local arrays, so that local memory is spills."""
+    text = _dump(cubin, "--dump-resource-usage")
     registers, stack, local = (int(re.search(rf"\b{word}:(\d+)", text)[1]) for word in ("REG", "STACK", "LOCAL"))
     return registers, stack + local

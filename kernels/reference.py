@@ -48,3 +48,10 @@ def adamw_step(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
     param.copy_(w)
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
+
+
+def swiglu_backward(gu: Tensor, dz: Tensor) -> Tensor:
+    """See kernels.swiglu.backward."""
+    g, u = gu.to(_wide(gu.dtype)).chunk(2, dim=-1)
+    grad, gate = dz.to(g.dtype), torch.sigmoid(g)
+    return torch.cat([grad * u * gate * (1.0 + g * (1.0 - gate)), grad * g * gate], dim=-1).to(gu.dtype)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import adamw, cross_entropy, reference
+from kernels import adamw, cross_entropy, reference, swiglu
 from kernels.launch import TYPES, Compiled, Launch
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -106,6 +106,20 @@ def _adamw(model: str, rows: int, columns: int, dtype: torch.dtype, states: torc
                  partial(step_inputs, (rows, columns), dtype, states), adamw.step_launch, traffic, rows * columns % 16 == 0)
 
 
+def swiglu_inputs(tokens: int, width: int, dtype: torch.dtype, device: str, seed: int) -> dict[str, Any]:
+    """Gate and up of deviation 2 and a gradient of deviation 1."""
+    return {"gu": _normal((tokens, 2 * width), dtype, device, seed, 2.0), "dz": _normal((tokens, width), dtype, device, seed + 1)}
+
+
+def _swiglu_launch(gu: Tensor, dz: Tensor) -> Launch:
+    return swiglu.backward_launch(gu, dz, torch.empty_like(gu))
+
+
+def _swiglu(model: str, tokens: int, width: int, dtype: torch.dtype) -> Entry:
+    return Entry(f"swiglu.backward/{model}-{tokens}x{width}-{TYPES[dtype]}", swiglu.backward, reference.swiglu_backward,
+                 partial(swiglu_inputs, tokens, width, dtype), _swiglu_launch, 5 * tokens * width * dtype.itemsize, width % 16 == 0)
+
+
 ENTRIES = [
     *_cross_entropy("gpt", 16384, 50304, 50257, BF16),
     *_cross_entropy("qwen2.5", 8192, 151936, 151936, BF16),
@@ -118,4 +132,7 @@ ENTRIES = [
     _adamw("gpt-1.3b-ffn", 8192, 2048, BF16, FLOAT32),
     _adamw("qwen2.5-14b-embed", 152064, 5120, BF16, BF16),
     _adamw("odd", 37, 41, BF16, BF16),
+    _swiglu("qwen2.5-0.5b", 16384, 4864, BF16),
+    _swiglu("qwen2.5-0.5b", 16384, 4864, FLOAT32),
+    _swiglu("odd", 37, 1003, BF16),
 ]

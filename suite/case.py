@@ -32,6 +32,7 @@ class Recompute(Row):
 
 class Parameters(Row):
     params: Literal["float32", "bfloat16"] = "float32"  # of the master weights and the optimizer's states
+    residual: Literal["bfloat16", "float32"] = "bfloat16"  # of the residual stream; float32 is what autocast leaves it in
 
 
 class Group(Row):

@@ -12,6 +12,7 @@ beside and renamed when whole, so that a cut leaves the one before.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,8 +93,19 @@ class _Writer:
     def flush(self) -> None:
         if self.held:
             self.files += 1
-            save_file(self.held, self.folder / f"{self.stem}-{self.files:05d}.safetensors")
+            path = self.folder / f"{self.stem}-{self.files:05d}.safetensors"
+            save_file(self.held, path)
+            _sync(path)
             self.held, self.bytes = {}, 0
+
+
+def _sync(path: Path) -> None:
+    """To the disk, so that what is renamed later is whole after a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def whole(local: Tensor, spec: Spec, tp: Any) -> Tensor:
@@ -155,21 +167,34 @@ class Checkpoint:
         """After `step` steps. Every rank calls it."""
         if self.trainer.mesh.dp_index == 0:
             part = self.folder / f".step-{step:06d}"
-            if self.first:
-                shutil.rmtree(part, ignore_errors=True)
-                part.mkdir(parents=True)
-            save_weights(self.weights, part, self.tp, self.first)
-            _save(part, "optimizer", self._states(), self.tp, self.first)
-            _save(part, "parts", self._parts(), self.tp, self.first)
-            if self.first:
-                state = {"step": step, "case": self.trainer.case.row(), "losses": losses}
-                (part / "state.json").write_text(json.dumps(state), encoding="utf-8")
-                done = self.folder / f"step-{step:06d}"
-                shutil.rmtree(done, ignore_errors=True)
-                part.rename(done)
-                for old in sorted(self.folder.glob("step-*"))[:-1]:
-                    shutil.rmtree(old)
+            try:
+                if self.first:
+                    shutil.rmtree(part, ignore_errors=True)
+                    part.mkdir(parents=True)
+                save_weights(self.weights, part, self.tp, self.first)
+                _save(part, "optimizer", self._states(), self.tp, self.first)
+                _save(part, "parts", self._parts(), self.tp, self.first)
+                if self.first:
+                    self._publish(part, step, losses)
+            except BaseException:
+                if self.first:
+                    shutil.rmtree(part, ignore_errors=True)
+                raise
         self.trainer.barrier()
+
+    def _publish(self, part: Path, step: int, losses: list[dict[str, float]]) -> None:
+        specs = {f"{one.name}/{key}": [spec.dim, spec.parts]
+                 for one in self.trainer.parts for key, (_, spec) in one.state().items()}
+        state = {"step": step, "case": self.trainer.case.row(), "losses": losses, "parts": specs}
+        (part / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        _sync(part / "state.json")
+        _sync(part)
+        done = self.folder / f"step-{step:06d}"
+        shutil.rmtree(done, ignore_errors=True)
+        part.rename(done)
+        _sync(self.folder)
+        for old in sorted(self.folder.glob("step-*"))[:-1]:
+            shutil.rmtree(old)
 
     def _states(self) -> Iterator[tuple[str, Tensor, Spec]]:
         for kind in KINDS:
@@ -180,16 +205,16 @@ class Checkpoint:
         return lambda leaf: self.trainer.optimizer.state[self.weights.leaves[leaf]][kind]
 
     def _parts(self) -> Iterator[tuple[str, Tensor, Spec]]:
-        for number, part in enumerate(self.trainer.parts):
+        for part in self.trainer.parts:
             for name, (tensor, spec) in part.state().items():
-                yield f"{number}/{name}", tensor, spec
+                yield f"{part.name}/{name}", tensor, spec
 
     def resume(self) -> tuple[int, list[dict[str, float]]]:
         """(first step to run, losses so far) from the newest checkpoint; (0, []) where there is none."""
         found = sorted(self.folder.glob("step-*"))
+        newest = self.folder / f"step-{self._agreed(int(found[-1].name.partition('-')[2]) if found else 0):06d}"
         if not found:
             return 0, []
-        newest = found[-1]
         try:
             state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -206,7 +231,21 @@ class Checkpoint:
                 self.weights.local(member.name).copy_(reader.read(member.name, *where))
                 for kind in KINDS:
                     self.weights.local(member.name, self._state_of(kind)).copy_(reader.read(f"{kind}/{member.name}", *where))
-        for number, part in enumerate(self.trainer.parts):
-            names = [n for n in reader.where if n.startswith(f"{number}/")]
-            part.load({n.partition("/")[2]: reader.read(n, reader.shape(n)) for n in names})
+        for part in self.trainer.parts:
+            slices = {}
+            for name, (dim, parts) in state["parts"].items():
+                if name.startswith(f"{part.name}/"):
+                    where = Spec(dim, parts), self.weights.index, self.weights.size
+                    slices[name.partition("/")[2]] = reader.read(name, reader.shape(name), *where)
+            part.load(slices)
         return state["step"], state["losses"]
+
+    def _agreed(self, step: int) -> int:
+        """The step that every rank has found. Raises CheckpointError where machines do not share the folder."""
+        ends = torch.tensor([step, -step], dtype=torch.float64, device=self.trainer.device)
+        for wire in (self.tp, self.trainer.assembled.dp):
+            ends, _ = wire.run("max", ends, site=(-1, "checkpoint"), way="step", purpose="checkpoint")
+        newest, oldest = int(ends[0]), -int(ends[1])
+        if newest != oldest:
+            raise CheckpointError(f"checkpoints: one rank finds step {newest}, another step {oldest}: the folder must be shared")
+        return newest

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ import typer
 
 from suite import plan as planning
 from suite import record, workload
+from suite.rendezvous import Rendezvous
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,6 +47,13 @@ def one_line(command: Callable[..., Any]) -> Callable[..., Any]:
             raise typer.Exit(2) from None
 
     return wrapped
+
+
+def _here() -> str:
+    """The name that this machine's records are filed under: on several machines with their number, as torchrun's NNODES says."""
+    from suite.machine import Machine
+
+    return Rendezvous.of(os.environ).filed(Machine.here().name)
 
 
 def _planned(hours: float | None = None, size: str | None = None) -> list[planning.Planned]:
@@ -88,9 +98,7 @@ def doctor(hours: Hours = None, size: Size = None) -> None:
 @one_line
 def cases(name: Name = None, hours: Hours = None, size: Size = None) -> None:
     """Lists the cases: id, workload, size, estimated seconds, whether it runs here, what its record says."""
-    from suite.machine import Machine
-
-    machine = Machine.here().name
+    machine = _here()
     rows = []
     for row in _chosen(name, _planned(hours, size)):
         where = row.expanded
@@ -154,7 +162,7 @@ def launch(
     records = _run(one, force, plain=True, log=log)
     from suite.run import stamp as text
 
-    record.publish(stamp, text(one, records, records[0].machine))
+    record.publish(stamp, text(one, records, _here()))
 
 
 def _run(one: planning.Launch, force: bool, plain: bool, log: Path | None = None) -> list[record.Record]:
@@ -176,9 +184,7 @@ def _touch(case_id: str) -> None:
     """Brings the stamps that know the case up to date, so that the pipeline remakes tables from the new record."""
     import hashlib
 
-    from suite.machine import Machine
-
-    machine = Machine.here().name
+    machine = _here()
     for path in sorted((record.RESULTS / "launches" / machine).glob("*.json")):
         stamp = json.loads(path.read_text(encoding="utf-8"))
         for row in stamp["cases"]:
@@ -193,9 +199,7 @@ def _touch(case_id: str) -> None:
 @one_line
 def show(case: str) -> None:
     """Shows a case's record on this machine: numbers with their kind, spread and conditions."""
-    from suite.machine import Machine
-
-    machine = Machine.here().name
+    machine = _here()
     try:
         one = record.read(record.path_of(machine, case))
     except FileNotFoundError:
@@ -234,18 +238,21 @@ def _lines(one: record.Record) -> list[str]:
 @app.command()
 @one_line
 def retry(name: Name = None) -> None:
-    """Clears failed records, and only those, so that the pipeline runs their cases again."""
-    from suite.machine import Machine
+    """Clears failed records, and only those, with their checkpoints, so that the pipeline runs their cases from the start."""
+    from suite.run import work_folders
 
-    machine = Machine.here().name
+    machine = _here()
     mine = {row.id for one in ([workload.load(name)] if name else workload.load_all().values()) for row in one.rows}
     cleared = set()
     for path in sorted(record.folder(machine).glob("*.json")):
         one = record.read(path)
         if one.status == "failed" and (name is None or one.id in mine):
+            folders = work_folders(machine, one.id)
+            for folder in folders:
+                shutil.rmtree(folder)
             path.unlink()
             cleared.add(one.id)
-            typer.echo(f"{one.id}: cleared ({one.reason})")
+            typer.echo(f"{one.id}: cleared ({one.reason})" + (", and what it had saved" if folders else ""))
     for path in sorted((record.RESULTS / "launches" / machine).glob("*.json")):
         if cleared & {row["id"] for row in json.loads(path.read_text(encoding="utf-8"))["cases"]}:
             path.unlink()
@@ -280,18 +287,26 @@ def import_(source: Path, name: str, replace: bool = False) -> None:
 @app.command()
 @one_line
 def overhead(case: str, pairs: int = 12, steps: int = 10) -> None:
-    """What the GPU sampler costs a step of the case: interleaved on and off in one process (one GPU)."""
+    """What the GPU sampler costs a step of the case: interleaved on and off in one process (one GPU). Numbers go to
+    results/overhead/MACHINE.json."""
+    from dataclasses import asdict
+
     from suite.measure.overhead import overhead as measured
     from suite.mesh import Mesh
+    from suite.report.overhead import path_of
     from suite.train import WARMUP, Trainer
 
     one = workload.find(case).case
     trainer = Trainer(one, Mesh.from_env(device=one.device))
     for step in range(WARMUP[one.device]):
         trainer.step(step)
-    for metric in measured(trainer, pairs, steps):
+    metrics = measured(trainer, pairs, steps)
+    for metric in metrics:
         value = f"{metric.value:.5f} (n={metric.n})" if metric.value is not None else f"none: {metric.reason}"
         typer.echo(f"{metric.name}: {value}")
+    if all(metric.value is not None for metric in metrics):
+        rows = json.dumps([asdict(metric) for metric in metrics], indent=1, sort_keys=True)
+        record.publish(path_of(_here(), record.RESULTS), rows + "\n")
 
 
 @app.command(hidden=True)

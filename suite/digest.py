@@ -1,11 +1,17 @@
 """Digests: which code and which values a record stands for. Imports no torch.
 
-    digest(case) = sha256 of {expanded row, model card, {module: sha256 of its syntax tree}}
+    digest(case) = sha256 of {expanded row, model card, {module: sha256 of its syntax tree},
+                              {torch, triton, another implementation than ours: version},
+                              {data.text, data.tokenizer, init: content of the file or folder that each names}}
 
 The modules are the static import closure, inside the suite and the kernels, of what a rank runs (`suite.rank`, the
 executor) and of the entry file of each axis value that the case names. A syntax tree is taken without docstrings,
-comments and positions. So a comment, an empty line, a reordered YAML key, a plot or a commit changes nothing; another
-codec's file changes only the cases that name that codec.
+comments and positions, in a form that Python 3.11 to 3.13 agree on (`written`). So a comment, an empty line, a reordered YAML
+key, a plot, a commit or another Python changes nothing; another codec's file changes only the cases that name that codec.
+
+The content of a file is its sha256; of a checkpoint it is each file's name and size, the header of a safetensors file (names,
+shapes, dtypes) and the sha256 of a JSON file: weights are too large to be read for a digest. What is no file here (a built-in
+corpus or tokenizer, a data set by name, a path that is not there) counts as `missing`.
 
 Left out on purpose: `suite.case` and `suite.workload`, whose outcome (row and card) is hashed itself, `suite.record`, whose
 form has its own number (`SCHEMA`), and what only carries messages between ranks and runner; else one new codec in the schema,
@@ -16,11 +22,14 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.metadata
 import json
 import os
+import re
+import stat
 import sys
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +40,11 @@ from suite.workload import ROOT, models
 PACKAGES = ("suite", "kernels")
 LEFT_OUT = frozenset({"suite.case", "suite.workload", "suite.record", "suite.digest", "suite.events", "suite.processes"})
 EXECUTOR = "suite.train:execute"
+LIBRARIES = ("torch", "triton")  # whose release moves losses and times
+MISSING = "missing"
+HEADER = 100_000_000  # bytes: the largest header that safetensors itself reads
+# Of a syntax tree: what position implies, what only type checkers read, and the `u` of u"".
+UNWRITTEN = frozenset({"ctx", "type_comment", "type_ignores", "kind"})
 
 
 class DigestError(ValueError):
@@ -93,19 +107,27 @@ class Tree:
                 raise DigestError(f"{path.name}: line {error.lineno}: {error.msg}") from None
             imports = frozenset(_imports(tree, module, package=path.name == "__init__.py"))
             _strip_docstrings(tree)
-            self._parsed[module] = hashlib.sha256(ast.dump(tree).encode()).hexdigest(), imports
+            self._parsed[module] = hashlib.sha256(written(tree).encode()).hexdigest(), imports
         return self._parsed[module]
 
 
 def digest(case: Case, tree: Tree | None = None) -> str:
-    """Hex digest of a case and of the code that runs it. Raises DigestError."""
+    """Hex digest of a case, of the code that runs it and of the files it reads. Raises DigestError."""
     tree = tree or _here()
     named = {"factor": [case.factor], "layout": [case.layout], "precision": [case.precision], "comm": []}
     for group in (case.comm.tp, case.comm.dp, case.comm.pp):
         named["comm"] += [group.forward, group.backward]
     roots = ["suite.rank", executor().partition(":")[0]]
     roots += sorted({module_of(axis, choice.name) for axis, choices in named.items() for choice in choices})
-    return _sha({"case": case.row(), "card": models()[case.model], "modules": tree.closure(roots)})
+    return _sha(
+        {
+            "case": case.row(),
+            "card": models()[case.model],
+            "modules": tree.closure(roots),
+            "libraries": {name: _version(name) for name in {*LIBRARIES, case.implementation} - {"triaxis"}},
+            "files": _files(case),
+        }
+    )
 
 
 def executor() -> str:
@@ -113,9 +135,88 @@ def executor() -> str:
     return os.environ.get("TRIAXIS_EXECUTOR") or EXECUTOR
 
 
+def written(node: Any) -> str:
+    """A syntax tree as text, the same from any Python: ASCII, fields by name, without empty ones.
+
+    Pythons differ in which fields a node has, in whether they show empty ones, and in how they cut the text of an f-string:
+    neighbouring pieces are joined.
+    """
+    if isinstance(node, list):
+        return f"[{', '.join(map(written, node))}]"
+    if not isinstance(node, ast.AST):
+        return ascii(node)
+    fields = {name: getattr(node, name, None) for name in sorted(node._fields) if name not in UNWRITTEN}
+    if isinstance(node, ast.JoinedStr):
+        fields["values"] = _joined(node.values)
+    shown = (f"{name}={written(value)}" for name, value in fields.items() if value is not None and value != [])
+    return f"{type(node).__name__}({', '.join(shown)})"
+
+
+def _joined(pieces: Iterable[ast.expr]) -> list[Any]:
+    joined: list[Any] = []
+    for piece in pieces:
+        value = piece.value if isinstance(piece, ast.Constant) else piece
+        if isinstance(value, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += value
+        elif value != "":
+            joined.append(value)
+    return joined
+
+
 @lru_cache
 def _here() -> Tree:
     return Tree()
+
+
+@lru_cache
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _files(case: Case) -> dict[str, Any]:
+    """Field -> content of the file or folder that it names."""
+    # hf:json:FILE@train reads a file too; its name ends where a split or a count begins.
+    text = re.sub(r"^hf:\w+:([^@#]+).*", r"\1", case.data.text)
+    found: dict[str, Any] = {"text": _content(Path(text), _sha_of)}
+    if isinstance(case.data.tokenizer, str):
+        found["tokenizer"] = _content(Path(case.data.tokenizer), _sha_of)
+    if case.init is not None:
+        found["init"] = _checkpoint(Path(case.init))
+    return found
+
+
+def _checkpoint(path: Path) -> Any:
+    if not path.is_dir():
+        return _content(path, _outline)
+    return {one.name: _content(one, _outline) for one in sorted(path.iterdir()) if one.suffix in (".safetensors", ".json")}
+
+
+def _content(path: Path, read: Callable[[Path, int, int], Any]) -> Any:
+    try:
+        path = path.expanduser()
+        facts = path.stat()
+        return read(path, facts.st_size, facts.st_mtime_ns) if stat.S_ISREG(facts.st_mode) else MISSING
+    except (OSError, ValueError, RuntimeError):  # not there, a name that can be none, the home of nobody
+        return MISSING
+
+
+@cache
+def _sha_of(path: Path, size: int, changed: int) -> str:
+    """Size and time of change (ns) say when a file has to be read again."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@cache
+def _outline(path: Path, size: int, changed: int) -> tuple[int, str]:
+    if path.suffix == ".json":
+        return size, _sha_of(path, size, changed)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return size, hashlib.sha256(file.read(min(length, HEADER))).hexdigest()
 
 
 def _sha(value: Any) -> str:

@@ -1,8 +1,11 @@
 """File locks, so that two processes never measure at once. They vanish with the process that holds them.
 
-<results>/.locks/queue     held while one waits for the machine, so that a timed run is not starved by loss runs
-<results>/.locks/machine   a timed run holds it alone; loss runs share it
-<results>/.locks/gpu-<id>  one a GPU that a loss run uses
+<results>/.locks/<host>/queue     held while one waits for the machine, so that a timed run is not starved by loss runs
+<results>/.locks/<host>/machine   a timed run holds it alone; loss runs share it
+<results>/.locks/<host>/gpu-<id>  one a GPU that a loss run uses
+
+<host> is the running kernel's id, the same in all its containers. Machines that share a results folder hold locks of their own:
+two that run one case together would else wait for one another.
 """
 
 from __future__ import annotations
@@ -10,11 +13,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 POLL = 0.2  # seconds between two looks at busy GPUs
+
+
+def _host() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node() or "host"
 
 
 def _open(folder: Path, name: str) -> int:
@@ -46,6 +57,7 @@ def hold(
     """
     if count > len(gpus):
         raise ValueError(f"needs {count} GPUs, has {len(gpus)}")
+    folder = folder / _host()
     with contextlib.ExitStack() as stack:
         queue, machine = _open(folder, "queue"), _open(folder, "machine")
         stack.callback(os.close, machine)

@@ -10,7 +10,8 @@ this rank, V vocabulary (padded to a multiple of 128). Every function below work
     loss = cross_entropy(head(norm(x)))           mean over tokens
 
 A sublayer is a chain edge -> core -> edge: ranks meet in the edges (suite/seams.py), cores are local. `block` is the only
-block code; it is compiled once and serves every layer, for it takes its weights as arguments.
+block code; compiled, it serves every layer, for it takes its weights as arguments (the compiler makes two graphs of it: one for
+layer 0, then one for any).
 """
 from __future__ import annotations
 
@@ -160,6 +161,12 @@ class Decoder:
         self.ends = {name: leaf for name, leaf in self.weights.leaves.items() if not name.startswith("layers.")}
         self._block = torch.compile(self.block, fullgraph=True) if compile else self.block
 
+    def attach(self, buffers: Mapping[str, Tensor]) -> None:
+        """Tensors of parts by full name, which the products of their layer then find beside the weights."""
+        for name, tensor in buffers.items():
+            _, layer, rest = name.split(".", 2)
+            self.blocks[int(layer)][rest] = tensor
+
     def block(self, p: Mapping[str, Tensor], x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: int, noise: Tensor) -> Tensor:
         """One layer: p its leaves by name, x the residual stream as the layout keeps it."""
         card, layout = self.card, self.layout
@@ -167,10 +174,8 @@ class Decoder:
         core = partial(attention, size=card["hidden"] // card["heads"], seq=self.seq, rope=rope)
         chain = layout.attention(p, layer, noise, core)
         x = sublayer(x, chain, keep)
-        into = ("gate", "up") if card["gated"] else ("up",)
         activate = partial(feed_forward, activation=card["activation"], gated=card["gated"])
-        chain = [layout.enter(p, layer, noise, "ffn", into), activate, layout.leave(p, layer, noise, "ffn", "down")]
-        return sublayer(x, chain, keep)
+        return sublayer(x, layout.feed_forward(p, layer, noise, activate), keep)
 
     def residual(self, ids: Tensor) -> Tensor:
         """ids [B, S] -> the residual stream after the last layer, as the layout keeps it."""

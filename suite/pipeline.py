@@ -21,6 +21,7 @@ from snakemake.exceptions import WorkflowError
 from suite import plan, workload
 from suite.digest import DigestError, Tree, digest
 from suite.machine import Machine
+from suite.rendezvous import Rendezvous
 
 RESERVED = ("all", "launch", "tables", "claims", "coverage", "figure", "verdict", "check", "plan")
 
@@ -46,7 +47,7 @@ class Pipeline:
 
     @property
     def here(self) -> str:
-        return self.machine.name
+        return Rendezvous.of(os.environ).filed(self.machine.name)
 
     def pattern(self, names: Any) -> str:
         """A wildcard constraint: only these names, so that a wrong target is an error at once."""

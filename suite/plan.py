@@ -7,21 +7,24 @@ A case's time is estimated from its row alone, so that the plan is the same befo
 
     seconds = fixed + 1.3 · steps · batch · seq · 6·N / (rate · ranks that compute)        1.3: validation and profile
 
-N counts the matrices of the model card (head included). On a CPU rate = 40 GFLOP/s a core and fixed = 4 s; ranks share
-the cores. On a GPU rate = 150 TFLOP/s, at least 30 ms a step, fixed = 60 s (compilation, loading); ranks joined by gloo
-share one GPU. A launch adds the start of its ranks (6 s on a CPU, 75 s on GPUs).
+N counts the matrices of the model card (head included). On a CPU rate = 40 GFLOP/s a core and fixed = 4 s; a rank has one
+thread, so that it computes on one core, or on a share of one where ranks outnumber cores. On a GPU rate = 150 TFLOP/s, at least
+30 ms a step, fixed = 60 s (compilation, loading); ranks joined by gloo share one GPU. A launch adds the start of its ranks (6 s
+on a CPU, 75 s on GPUs).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from suite.case import Case
+from suite.rendezvous import Rendezvous
 from suite.workload import SIZES, Expanded, Workload, models
 
 if TYPE_CHECKING:
@@ -82,7 +85,7 @@ def seconds(case: Case, cpus: int = 2) -> float:
     vocab = case.data.tokenizer if isinstance(case.data.tokenizer, int) else card["vocab"]
     count = card["layers"] * (attention + (3 if card["gated"] else 2) * hidden * card["ffn"]) + vocab * hidden
     flops = 6.0 * count * case.steps * case.data.batch * case.data.seq
-    workers = cpus if case.device == "cpu" else case.gpus
+    workers = min(cpus, case.mesh.ranks) if case.device == "cpu" else case.gpus
     working = 1.3 * flops / (RATE[case.device] * workers)
     if case.device == "cuda":
         working = max(working, 0.03 * case.steps)
@@ -94,11 +97,19 @@ def deadline(case: Case, cpus: int = 2) -> float:
     return max(180.0, 15.0 * seconds(case, cpus)) + (600.0 if case.device == "cuda" else 0.0)
 
 
-def plan(workloads: Mapping[str, Workload], machine: Machine, hours: float | None = None, size: str | None = None) -> list[Planned]:
+def plan(
+    workloads: Mapping[str, Workload],
+    machine: Machine,
+    hours: float | None = None,
+    size: str | None = None,
+    rendezvous: Rendezvous | None = None,
+) -> list[Planned]:
     """Every case of every workload with whether it runs here; a case of two workloads has a row in each.
 
-    hours: budget (3; with `size: full` none unless given). size: the largest size wanted (`short`). Raises ValueError.
+    hours: budget (3; with `size: full` none unless given). size: the largest size wanted (`short`). rendezvous: the machines
+    that run each case together, as torchrun's variables say unless given. Raises ValueError.
     """
+    rendezvous = rendezvous or Rendezvous.of(os.environ)
     if size is not None and size not in SIZES:
         raise ValueError(f"size: expected one of {', '.join(SIZES)}, got {size!r}")
     if hours is None:
@@ -120,8 +131,8 @@ def plan(workloads: Mapping[str, Workload], machine: Machine, hours: float | Non
         if reason is None and earlier is not None:
             planned.append(Planned(row, earlier.runs, earlier.reason, took))
             continue
-        if reason is None and row.case.gpus > len(machine.gpus):
-            reason = "needs a GPU" if row.case.gpus == 1 else f"needs {row.case.gpus} GPUs"
+        if reason is None:
+            reason = _lacking(row.case, machine, rendezvous)
         if reason is None and not installed(row.case.implementation):
             reason = f"needs {row.case.implementation} (extra test)"
         if reason is None:
@@ -136,6 +147,18 @@ def plan(workloads: Mapping[str, Workload], machine: Machine, hours: float | Non
         if row.size in wanted:
             decided[row.id] = planned[-1]
     return planned
+
+
+def _lacking(case: Case, machine: Machine, rendezvous: Rendezvous) -> str | None:
+    """Why machines like this one cannot start the case."""
+    nodes, ranks = rendezvous.nodes, case.mesh.ranks
+    if ranks % nodes:
+        return f"{ranks} {'rank does' if ranks == 1 else 'ranks do'} not divide over {nodes} machines"
+    needed = rendezvous.gpus(case)
+    if needed <= len(machine.gpus):
+        return None
+    each = "" if nodes == 1 else f" on each of {nodes} machines"
+    return ("needs a GPU" if needed == 1 else f"needs {needed} GPUs") + each
 
 
 @lru_cache

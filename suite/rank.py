@@ -113,6 +113,7 @@ def _publish(spec: Mapping[str, Any], item: Mapping[str, Any], case: Case, outco
     path = record.path_of(spec["machine"], item["id"], results)
     facts = {**provenance(), **getattr(outcome, "facts", {})}
     facts |= {
+        "machine": spec["machine"],
         "launch": spec["launch"],
         "threads": spec["threads"],
         "link_variables": VARIABLES[str(case.link)],

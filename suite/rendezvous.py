@@ -1,7 +1,8 @@
 """How ranks are started: torchrun (tried with torch 2.11 and 2.13), on one machine or, told by its variables, on several.
 
 MASTER_ADDR, MASTER_PORT, NNODES and NODE_RANK are torchrun's. With any of them set, each machine runs the same command with
-its own NODE_RANK, and ranks are spread evenly. Without them torchrun picks a free port on this machine.
+its own NODE_RANK, and ranks are spread evenly. Without them torchrun picks a free port on this machine. Records of several
+machines are filed under this machine's name with their number: `h200x8-x2`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from suite.case import Case
 
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK")
 
@@ -54,6 +59,14 @@ class Rendezvous:
         if ranks % self.nodes:
             raise RendezvousError(f"NNODES: {ranks} ranks do not divide over {self.nodes} machines")
         return ranks // self.nodes
+
+    def gpus(self, case: Case) -> int:
+        """GPUs that the case needs on this machine; ranks joined by gloo share one. Raises RendezvousError."""
+        return min(case.gpus, self.local(case.mesh.ranks))
+
+    def filed(self, machine: str) -> str:
+        """The name that records are filed under, where this machine is called `machine`."""
+        return machine if self.nodes == 1 else f"{machine}-x{self.nodes}"
 
     def command(self, ranks: int, worker: Sequence[str]) -> list[str]:
         """The command line that starts the local ranks; `worker` begins with the Python interpreter. Raises RendezvousError."""

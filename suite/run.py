@@ -2,9 +2,12 @@
 
     run_launch(launch) -> one record a case
       1. records that still stand (same digest) are kept, unless forced
-      2. locks: a timed launch takes the machine, a loss launch shares it and takes free GPUs
+      2. locks: a timed launch takes the machine, a loss launch shares it and takes free GPUs; ranks see only the GPUs of their case
       3. data are prepared once; ranks start (torchrun; a single rank without it) and run the cases in turn
       4. a case that ends its ranks (out of memory, NaN, a signal, the deadline) gets a failed record; new ranks run the rest
+
+What a case keeps until it is done (checkpoints) lies in results/.work/<machine>/<case>-<digest>. A failed case keeps it only if
+it saves checkpoints, until `triaxis retry` or --force.
 
 The runner owns the deadline. Ranks die with it, however it dies; it kills theirs and itself publishes only failures. Where the
 ranks cannot even start twice, every remaining case of the launch fails with that reason.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -72,6 +76,16 @@ def stamp(launch: Launch, records: Sequence[record.Record], machine: str, result
     return json.dumps({"launch": launch.id, "machine": machine, "cases": rows}, indent=1, sort_keys=True) + "\n"
 
 
+def work_folders(machine: str, case_id: str, results: Path | None = None) -> list[Path]:
+    """What the case has kept so far, under any digest. `machine`: the name that its records are filed under."""
+    mine = re.compile(re.escape(case_id) + r"-[0-9a-f]{12}")  # another case's id may begin with this one's
+    return sorted(path for path in _work(machine, results).glob(f"{case_id}-*") if mine.fullmatch(path.name))
+
+
+def _work(machine: str, results: Path | None) -> Path:
+    return Path(results or record.RESULTS).absolute() / ".work" / machine
+
+
 class _Run:
     def __init__(
         self,
@@ -90,20 +104,20 @@ class _Run:
         self.launch, self.force, self.machine = launch, force, machine
         self.results = Path(results or record.RESULTS).absolute()
         self.show = show or Show()
-        self.log = Path(log) if log else self.results / "logs" / machine.name / f"{launch.id}.log"
         self.environ = dict(os.environ if environ is None else environ)
         self.keys = {row.id: digest(row.case) for row in launch.cases}
         self.rendezvous = Rendezvous.of(self.environ)
-        self.work = self.results / ".work" / machine.name
+        self.name = self.rendezvous.filed(machine.name)
+        self.log = Path(log) if log else self.results / "logs" / self.name / f"{launch.id}.log"
+        self.work = _work(self.name, self.results)
 
     def run(self) -> list[record.Record]:
         pending = [row for row in self.launch.cases if self.force or not record.valid(self._path(row.id), self.keys[row.id])]
         self.show.launch(self.launch.id, len(self.launch.cases), len(pending))
         if pending:
-            case = self.launch.case
-            gpus = [gpu.uuid for gpu in self.machine.gpus]
+            gpus, count = [gpu.uuid for gpu in self.machine.gpus], self.rendezvous.gpus(self.launch.case)
             try:
-                with locks.hold(self.results / ".locks", self.launch.exclusive, gpus, case.gpus, self.show.waiting) as mine:
+                with locks.hold(self.results / ".locks", self.launch.exclusive, gpus, count, self.show.waiting) as mine:
                     self._measure([row.id for row in pending], mine)
             except OSError as error:
                 raise RunError(f"{self.launch.id}: {error.filename or self.results}: {error.strerror or error}") from error
@@ -112,13 +126,13 @@ class _Run:
         ]
 
     def _path(self, case_id: str) -> Path:
-        return record.path_of(self.machine.name, case_id, self.results)
+        return record.path_of(self.name, case_id, self.results)
 
     def _measure(self, pending: list[str], gpus: Sequence[str]) -> None:
         cases = {row.id: row.case for row in self.launch.cases}
         if self.force:
             for one in pending:
-                shutil.rmtree(self._folder(one), ignore_errors=True)
+                self._forget(one)
         pending = self._prepared(pending, cases)
         starts = 0
         while pending:
@@ -129,13 +143,15 @@ class _Run:
                 starts = STARTS
             pending = [one for one in pending if one not in ended.done]
             for one in ended.done:
-                shutil.rmtree(self._folder(one), ignore_errors=True)
+                self._forget(one)
             if ended.disk:
                 raise RunError(f"{self.launch.id}: {ended.reason}")
             if ended.reason is None:
                 if pending and self.rendezvous.first:
                     self._fail(pending.pop(0), "the ranks ended without a record")
                     continue
+                for one in pending:  # the machine of rank 0 has published them
+                    self._forget(one)
                 break
             if ended.case in pending:
                 self._fail(ended.case, ended.reason)
@@ -174,14 +190,14 @@ class _Run:
         # On the CPU models are tiny: one thread is fastest, keeps losses the same on any machine (their eighth digit moves with
         # the count) and does not spin against its neighbours.
         threads = 1 if first.device == "cpu" else max(1, self.machine.cpus // local)
-        narrowed = gpus if first.device == "cuda" and not self.launch.exclusive else None
+        narrowed = gpus if first.device == "cuda" else None
         variables = environment(
             str(first.link), self.environ, threads, narrowed, deterministic=first.device == "cuda" and first.measure == "loss"
         )
         variables["TRIAXIS_RESULTS"] = str(self.results)
         spec = {
             "launch": self.launch.id,
-            "machine": self.machine.name,
+            "machine": self.name,
             "results": str(self.results),
             "work": str(self.work),
             "threads": threads,
@@ -189,7 +205,7 @@ class _Run:
             "cases": [{"id": one, "key": self.keys[one], "row": case.row()} for one, case in cases],
         }
         self.work.mkdir(parents=True, exist_ok=True)
-        path = self.work / f"{self.launch.id}.{os.getpid()}.launch"
+        path = self.work / f"{self.launch.id}.{self.rendezvous.node}.{os.getpid()}.launch"
         path.write_text(json.dumps(spec), encoding="utf-8")
         limits = {one: _limit(variables, deadline(case, self.machine.cpus)) for one, case in cases}
         try:
@@ -199,12 +215,15 @@ class _Run:
         finally:
             path.unlink(missing_ok=True)
 
-    def _folder(self, case_id: str) -> Path:
-        return self.work / f"{case_id}-{self.keys[case_id][:12]}"
+    def _forget(self, case_id: str) -> None:
+        for folder in work_folders(self.name, case_id, self.results):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _fail(self, case_id: str, reason: str) -> None:
         row = next(row for row in self.launch.cases if row.id == case_id)
         self.show.failed(case_id, reason)
+        if not row.case.save:
+            self._forget(case_id)
         if not self.rendezvous.first:
             return
         path = self._path(case_id)
@@ -215,10 +234,8 @@ class _Run:
             "ended": datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds"),
         }
         record.write(
-            record.Record(case_id, row.case.row(), "failed", reason, self.keys[case_id], self.machine.name, facts), self.results
+            record.Record(case_id, row.case.row(), "failed", reason, self.keys[case_id], self.name, facts), self.results
         )
-        if not getattr(row.case, "save", 0):
-            shutil.rmtree(self._folder(case_id), ignore_errors=True)
 
 
 def _limit(variables: Mapping[str, str], usual: float) -> float:

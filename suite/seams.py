@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,12 +27,31 @@ Site = tuple[int, str]  # (layer, linear map): names a product in noise, masks, 
 
 @dataclass(frozen=True)
 class Key:
-    """Noise = Philox(key, site, operand, global element index). No process rank: replicas agree."""
+    """Noise = Philox(key, site, operand, global element index). No process rank: replicas agree.
+
+    `site` and `way` are filled in by the wire for what codecs draw, so that no two messages of a micro-batch share noise.
+    """
 
     seed: int = 0
     step: int = 0
     micro: int = 0
     dp: int = 0
+    site: Site = (0, "")
+    way: Way = "forward"
+
+
+@dataclass(frozen=True)
+class Product:
+    """Where the operands of one product lie in the unsharded model; the same in every layer.
+
+    maps: the stacked maps as (first local row, rows, first row in the unsharded map) of the weight. columns: (first input
+    feature held here, features of the whole map). x holds all tokens of the micro-batch. wire: over which its shards lie.
+    """
+
+    name: str
+    maps: tuple[tuple[int, int, int], ...]
+    columns: tuple[int, int]
+    wire: Any
 
 
 @dataclass(frozen=True)
@@ -97,20 +116,24 @@ class Codec(Protocol):
 
 
 class Factor(Protocol):
-    """factor.py: how a linear map is written. Part of the model: it changes the function, the parameters and the FLOPs."""
+    """factor/<name>.py: how a linear map is written. Part of the model: it changes the function, the parameters and the FLOPs."""
 
     def shapes(self, site: Site, d_in: int, d_out: int) -> Mapping[str, tuple[int, int]]: ...
     def flops(self, site: Site, d_in: int, d_out: int, tokens: int) -> int: ...
 
 
 class Precision(Protocol):
-    """precision/<name>.py: forward, dX and dW of one product. x [T, d_in], w [d_out, d_in] -> [T, d_out]."""
+    """precision/<name>.py: forward, dX and dW of one product. x [T, d_in], w [d_out, d_in] -> [T, d_out].
 
-    compute: object  # dtype of activations
-    master: object  # dtype of weights and optimizer states
+    noise: int64 [4] on the device (seed, step, micro-batch, replica), an argument of the compiled block, so that a new step
+    compiles nothing. p: the layer's leaves by name and the buffers that parts contribute.
+    """
 
-    def matmul(self, x: Tensor, w: Tensor, site: Site, key: Key) -> Tensor: ...
-    def parts(self, params: Mapping[str, Tensor], layout: Layout) -> Sequence[Part]: ...
+    compute: Any  # dtype of activations
+    master: Any  # dtype of weights and optimizer states
+    residual: Any  # dtype of the residual stream
+
+    def matmul(self, x: Tensor, w: Tensor, site: Site, noise: Tensor, product: Product, p: Mapping[str, Tensor]) -> Tensor: ...
 
 
 class Edge(Protocol):
@@ -122,19 +145,41 @@ class Edge(Protocol):
 
 
 class Layout(Protocol):
-    """layout/<name>.py. Never changes the function: all layouts of one factor give one loss and one set of gradients."""
+    """layout/<name>.py. Never changes the function: all layouts of one factor give one loss and one set of gradients.
 
+    A sublayer is a chain of edges with local cores between them, given as a list edge, core, edge (, core, edge ...).
+    """
+
+    tp: Any  # the wire
+    factor: Factor
+    precision: Precision
+    recompute: str  # none | segment
+
+    def refuse(self, tokens: int) -> str | None: ...  # reason, before anything is trained
     def spec(self, param: str, shape: Sequence[int]) -> Spec: ...
-    def refuse(self) -> str | None: ...  # reason, before a process starts
+    def groups(self, names: Sequence[str]) -> Mapping[str, Sequence[str]]: ...  # leaf -> members stacked in it
+    def attention(self, p: Mapping[str, Tensor], layer: int, noise: Tensor, core: Callable) -> list: ...
+    def feed_forward(self, p: Mapping[str, Tensor], layer: int, noise: Tensor, core: Callable) -> list: ...
+    def embed(self, p: Mapping[str, Tensor], ids: Tensor) -> Tensor: ...
+    def head(self, p: Mapping[str, Tensor], x: Tensor, targets: Tensor, vocab: int) -> Tensor: ...  # loss
+    def logits(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor: ...
+    def executed_flops(self, tokens: int, seq: int, vocab: int) -> int: ...  # with replicated and recomputed work
 
 
 class Part(Protocol):
-    """Whatever has state beside weights: OutControl, OsciReset, error feedback."""
+    """Whatever has state beside weights: OutControl, OsciReset, error feedback.
 
-    def after_step(self, step: int, params: Mapping[str, Tensor]) -> None: ...
+    A precision, layout or codec that has parts gives them by `parts(weights, layout)`. Their state is local and reshards by
+    its Spec as weights do. buffers: tensors by full name (`layers.3.ffn.down.mask`) that products of that layer read.
+    """
+
+    name: str
+
+    def after_step(self, step: int, weights: Any) -> None: ...
+    def buffers(self) -> Mapping[str, Tensor]: ...
     def metrics(self) -> Mapping[str, float]: ...
     def state(self) -> Mapping[str, tuple[Tensor, Spec]]: ...
-    def load(self, state: Mapping[str, Tensor]) -> None: ...
+    def load(self, state: Mapping[str, Tensor]) -> None: ...  # local slices; what is absent starts anew
 
 
 def load(axis: str, name: str) -> Callable:

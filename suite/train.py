@@ -13,7 +13,8 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ class Trainer:
             self.model, weights = self.assembled.model, self.assembled.model.weights
             if case.init is not None:
                 initialise(weights, Path(case.init), self.card, self.vocab)
-            self.parts = list(self.model.layout.precision.parts(weights.leaves, self.model.layout))
+            self.parts = self.assembled.parts
             self.optimizer = AdamW(weights.leaves.values(), case.optim)
         self.micro_batches = case.data.batch // (case.mesh.dp * case.micro)
 
@@ -121,7 +122,7 @@ class Trainer:
         self.optimizer.step(lr, factor)
         self.optimizer.zero()
         for part in self.parts:
-            part.after_step(step, self.assembled.model.weights.leaves)
+            part.after_step(step, self.model.weights)
         return total, norm
 
     def _usual_update(self, lr: float) -> Tensor:
@@ -159,6 +160,8 @@ class Trainer:
     def validate(self) -> tuple[float, int]:
         """(mean loss over fixed windows of the validation split, how many windows). The same windows for every case."""
         rows = torch.from_numpy(self.tokens.validation(self.case.data.seq, VALIDATION))
+        if len(rows) > self.case.micro:  # whole micro-batches, as in training
+            rows = rows[:len(rows) // self.case.micro * self.case.micro]
         losses = [self.model.loss(*self._pair(piece)) * len(piece) for piece in rows.split(self.case.micro)]
         return (torch.stack(losses).sum() / len(rows)).item(), len(rows)
 
@@ -168,7 +171,7 @@ def execute(case: Case, mesh: Mesh, *, progress: Callable[..., None], folder: Pa
     Raises CaseFailed with the reason where the run is no result (NaN loss at a step)."""
     outcome = Outcome()
     started = time.perf_counter()
-    with _determinism(case):
+    with _numerics(case) as warned:
         trainer = Trainer(case, mesh)
         checkpoint = Checkpoint(folder / "checkpoints", trainer) if case.save else None
         first, outcome.losses = checkpoint.resume() if checkpoint else (0, [])
@@ -178,14 +181,17 @@ def execute(case: Case, mesh: Mesh, *, progress: Callable[..., None], folder: Pa
             _loss_run(case, trainer, outcome, progress, first, checkpoint)
         else:
             _speed_run(case, trainer, outcome, progress, folder)
-        outcome.facts["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        outcome.facts["deterministic"] = torch.are_deterministic_algorithms_enabled() and not warned
+        outcome.facts["nondeterministic"] = sorted(warned)
         outcome.facts["data_digest"] = trainer.digest
         outcome.facts["vocab"] = trainer.vocab
         if trainer.assembled:
             outcome.metrics.append(Metric("parameters", float(trainer.model.weights.count()), "1", "counted"))
+            seen = sum(wire.nonfinite for wire in (trainer.assembled.tp, trainer.assembled.dp))
+            outcome.metrics.append(Metric("nonfinite_groups", float(seen), "1", "counted"))
         for part in trainer.parts:
             outcome.metrics += [Metric(name, value, "1") for name, value in sorted(part.metrics().items())]
-        del trainer
+        del trainer, checkpoint
     gc.collect()
     return outcome
 
@@ -196,14 +202,27 @@ def _synchronise(mesh: Mesh) -> None:
 
 
 @contextlib.contextmanager
-def _determinism(case: Case):
-    """Loss runs repeat bit for bit; timed runs take the fastest algorithm."""
-    on = case.measure == "loss"
-    torch.use_deterministic_algorithms(on, warn_only=True)
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+def _numerics(case: Case) -> Iterator[set[str]]:
+    """Loss runs repeat bit for bit, timed runs take the fastest algorithm; sums of bfloat16 products stay in float32 in both.
+    Gives the operations that have no deterministic form and ran all the same."""
+    matmul = torch.backends.cuda.matmul
+    before, warned = matmul.allow_bf16_reduced_precision_reduction, set()
+    ordinary = warnings.showwarning
+
+    def show(message: Any, *rest: Any) -> None:
+        if "deterministic" in str(message):
+            warned.add(str(message).split(" ", 1)[0])
+        else:
+            ordinary(message, *rest)
+
+    torch.use_deterministic_algorithms(case.measure == "loss", warn_only=True)
+    matmul.allow_bf16_reduced_precision_reduction = False
+    warnings.showwarning = show
     try:
-        yield
+        yield warned
     finally:
+        warnings.showwarning = ordinary
+        matmul.allow_bf16_reduced_precision_reduction = before
         torch.use_deterministic_algorithms(False)
 
 
@@ -322,18 +341,17 @@ def _speed(case: Case, trainer: Trainer, seconds: list[float], clock: StepClock)
     """Throughput and what follows from it. All GPUs together for tokens/s, one GPU for TFLOP/s."""
     tokens = case.data.batch * case.data.seq
     median, q20, q80, n = quantiles(seconds)
-    ranks = case.mesh.ranks
+    devices = case.gpus or case.mesh.ranks
     found = [
         Metric("step_time", median * 1e3, "ms", n=n, q20=q20 * 1e3, q80=q80 * 1e3),
         Metric("tokens_per_second", tokens / median, "tokens/s", n=n, q20=tokens / q80, q80=tokens / q20),
         Metric("window_tokens_per_second", tokens * n / clock.window, "tokens/s", n=n),
     ]
-    per_token = flops.model_flops_per_token(trainer.card, case.data.seq, trainer.vocab)
-    tflops = per_token * tokens / median / ranks / 1e12
+    layout = trainer.model.layout if trainer.assembled else None
+    model = 3 * flops.forward_flops(trainer.card, tokens, case.data.seq, trainer.vocab, layout.factor if layout else None)
+    tflops = model / median / devices / 1e12
     found.append(Metric("model_tflops", tflops, "TFLOP/s per GPU" if trainer.device.type == "cuda" else "TFLOP/s per process", n=n))
-    executed = 1.0
-    if trainer.assembled:
-        executed = trainer.model.layout.executed_flops(1) / 3
+    executed = layout.executed_flops(tokens, case.data.seq, trainer.vocab) / model if layout else 1.0
     found += flops.utilization(tflops, executed, trainer.device, case.precision.name)
     if trainer.device.type == "cuda":
         found.append(Metric("peak_memory", torch.cuda.max_memory_allocated(trainer.device) / 2**30, "GiB"))

@@ -1,4 +1,5 @@
-"""Tests marked `gpu` need a CUDA device; ranks that tests started end with the session."""
+"""Tests marked `gpu` need a CUDA device; ranks that tests started end with the session. Every process has one thread: ranks
+share the cores, and a sum over threads is another sum."""
 import pytest
 import torch
 from ranks import close_ranks
@@ -9,6 +10,11 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

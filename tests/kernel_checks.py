@@ -12,12 +12,13 @@ import sys
 import torch
 from torch import Tensor
 
-from kernels import adamw, cross_entropy, reference
-from kernels.registry import logits_and_targets, step_inputs
+from kernels import adamw, cross_entropy, reference, swiglu
+from kernels.registry import logits_and_targets, step_inputs, swiglu_inputs
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 NAN, INF = math.nan, math.inf
 SHAPES = [(5, 64, 64), (3, 200, 200), (4, 320, 257), (2, 96, 0), (3, 64, 1), (1, 127, 100)]  # tokens, width, valid
+GATES = [(5, 64), (3, 200), (2, 37), (4, 1), (1, 129)]  # tokens, width
 WEIGHTS = [((16, 24), True), ((7, 11), False)]  # shape, clipped
 
 
@@ -93,16 +94,55 @@ def check_step(device: str, shape: tuple[int, ...], dtype: torch.dtype, states: 
             assert excess.max().item() <= 0, (name, step)
 
 
+def _swiglu(device: str, gu: Tensor, dz: Tensor) -> Tensor:
+    """Through the launch, whose output is all NaN before; on a GPU the operation must give the same bits."""
+    out = torch.full_like(gu, NAN)
+    swiglu.backward_launch(gu, dz, out).run()
+    if device == "cuda":
+        torch.testing.assert_close(swiglu.backward(gu, dz), out, rtol=0.0, atol=0.0, equal_nan=True)
+    return out
+
+
+def check_swiglu(device: str, dtype: torch.dtype, tokens: int, width: int) -> None:
+    """Within the rounding of what is summed: dg = dz·u·σ(g)(1 + g(1 - σ(g))) cancels near g = -1.28."""
+    given = swiglu_inputs(tokens, width, dtype, device, width)
+    gu, dz = given["gu"], given["dz"]
+    gu[0, 0], gu[-1, width - 1] = 80.0, -80.0
+    before = gu.clone(), dz.clone()
+    got = _swiglu(device, gu, dz)
+    assert got.dtype == dtype and torch.equal(gu, before[0]) and torch.equal(dz, before[1])
+    assert torch.equal(got, _swiglu(device, gu, dz))
+    exact = reference.swiglu_backward(gu.double(), dz.double())
+    g, u = gu.double().chunk(2, dim=-1)
+    size = dz.double().abs() * torch.sigmoid(g)
+    summed = torch.cat([size * u.abs() * (1.0 + g.abs() * torch.sigmoid(-g)), size * g.abs()], dim=-1)
+    place = 2**-8 if dtype == BF16 else 0.0
+    for result in (got, reference.swiglu_backward(gu, dz)):
+        excess = (result.double() - exact).abs() - 4e-6 * summed - place * exact.abs()
+        assert excess.max().item() <= 1e-30  # below float32's normal numbers σ is flushed to zero
+
+
+def check_swiglu_nonfinite(device: str, dtype: torch.dtype) -> None:
+    gu, dz = torch.ones(4, 2 * 50, dtype=dtype, device=device), torch.ones(4, 50, dtype=dtype, device=device)
+    gu[0, 7], gu[1, 57], dz[2, 7], gu[3, 7] = NAN, INF, NAN, -INF
+    got, want = _swiglu(device, gu, dz), reference.swiglu_backward(gu, dz)
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
+    assert got.isfinite().sum().item() == 4 * 100 - 2 - 1 - 2 - 2
+
+
 def interpret() -> None:
     """Small blocks, so that small tensors have several and a tail."""
-    cross_entropy.BLOCK, adamw.BLOCK = 64, 64
+    cross_entropy.BLOCK, adamw.BLOCK, swiglu.BLOCK = 64, 64, 64
     for shape in SHAPES:
         check_statistics("cpu", FLOAT32, *shape)
         check_gradient("cpu", FLOAT32, *shape)
     check_nonfinite("cpu", FLOAT32)
     for shape, clip in WEIGHTS:
         check_step("cpu", shape, FLOAT32, FLOAT32, clip, steps=3)
-    sys.stdout.write(f"{len(SHAPES)} shapes, {len(WEIGHTS)} weights\n")
+    for shape in GATES:
+        check_swiglu("cpu", FLOAT32, *shape)
+    check_swiglu_nonfinite("cpu", FLOAT32)
+    sys.stdout.write(f"{len(SHAPES)} shapes, {len(WEIGHTS)} weights, {len(GATES)} gates\n")
 
 
 if __name__ == "__main__":

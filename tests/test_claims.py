@@ -7,7 +7,7 @@ import pytest
 
 from suite.case import Case
 from suite.record import Metric, Record, publish, write
-from suite.report import claims, selector
+from suite.report import claims, compare, overhead, reference, selector
 from suite.report.source import Entry, ReportError, entries
 from suite.workload import FOLDER, Expanded, Workload, load_all
 
@@ -21,9 +21,10 @@ def case(codec: str = "bf16", seed: int = 0, **more) -> Case:
     return Case(**{"model": "gpt-tiny", "mesh": {"tp": 2}, "comm": codec, "seed": seed, "measure": "speed", **more})
 
 
-def put(root: Path, this: Case, value: float | None = None, *, machine="cpu2", kind="measured", reason=None, minute=0, spread=None):
+def put(root: Path, this: Case, value: float | None = None, *, machine="cpu2", kind="measured", reason=None, minute=0, spread=None,
+        versions=None):
     metric = [] if value is None else [Metric("tokens_per_second", value, "tokens/s", kind, 20, *(spread or (None, None)))]
-    known = {"started": f"2026-01-01T00:{minute:02}:00+00:00", "git": {"commit": "abc", "dirty": False}}
+    known = {"started": f"2026-01-01T00:{minute:02}:00+00:00", "git": {"commit": "abc", "dirty": False}, "versions": versions}
     write(Record(this.id, this.row(), "failed" if reason else "ok", reason, "key", machine, known, {}, metric), root)
 
 
@@ -35,7 +36,8 @@ def judged(root: Path, *cases: Case, **change) -> list[claims.Outcome]:
     where = root / "claims.csv"
     save(where, [{**ROW, **change}])
     known = workload(*cases)
-    return claims.outcomes(claims.read(where), entries(root, known), known)
+    found = entries(root, known)
+    return claims.outcomes(claims.read(where), found, known, overhead.overheads(root, found))
 
 
 def save(path: Path, rows) -> None:
@@ -55,6 +57,8 @@ def test_the_shipped_claims_are_whole():
             assert any(f"{i}-".startswith(f"{paper}-{row}-") for i in ids), f"{paper} {row}"
     models = {"gpt-350m", "gpt-1.3b", "gpt-6.7b", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"}
     assert {i.removeprefix("F1-") for i in ids if i.startswith("F1-")} == models
+    assert {i.removeprefix("F1f-") for i in ids if i.startswith("F1f-")} == {"gpt-350m", "gpt-1.3b", "qwen2.5-0.5b", "qwen2.5-1.5b"}
+    assert "F5" in ids and all((c["paper_value"] == "-") == (c["paper"] == claims.OWN) for c in found)
 
 
 @pytest.mark.parametrize(("row", "value"), [
@@ -72,15 +76,36 @@ def test_paper_values_are_those_of_the_papers(row, value):
 
 
 def test_foundation_claims_have_their_cases(tmp_path):
-    """Each F row pairs cases of the shipped workloads, as it would on a machine that ran them all."""
+    """Each row about speed pairs cases of the shipped workloads, as it would on a machine that ran them all, and loses none."""
     known = load_all()
     for row in (row for w in known.values() for row in w.rows):
         put(tmp_path, row.case, 7.0, machine="h200x2")
-    mine = [c for c in claims.read(FILE) if c["id"].startswith(("F1-", "F2-"))]
+    mine = [c for c in claims.read(FILE) if c["id"].startswith(("F1-", "F1f-", "F2-"))]
     found = claims.outcomes(mine, entries(tmp_path, known), known)
-    assert len(found) == len(mine) == 8
-    assert all(o.run and o.value == 1.0 and o.setting == "same" for o in found)
-    assert {o.n for o in found if o.claim["id"].startswith("F1-")} <= {1, 2}
+    assert len(found) == len(mine) == 12
+    assert [(o.verdict, o.n) for o in found if o.value != 1.0 or o.n != o.of or o.setting != "same"] == []
+    assert [o.n for o in found] == [1] * 9 + [2] * 2
+
+
+def test_no_foundation_claim_loses_a_pair_to_its_own_selectors():
+    cases = [Entry("run", "-", r.id, r.case.row(), "not run", "-", r.workload, r.size) for w in load_all().values() for r in w.rows]
+    for claim in claims.read(FILE):
+        if claim["paper"] == claims.OWN and claim["denominator"] != "-":
+            top, bottom = selector.parse(claim["numerator"]), selector.parse(claim["denominator"])
+            sides = [[e for e in cases if side.matches(e)] for side in (top, bottom)]
+            found = selector.pairs(*sides, selector.free(top, bottom))
+            assert found and selector.alone(*sides, found) == [], claim["id"]
+
+
+def test_parameters_in_bf16_and_float32_are_claims_of_their_own(tmp_path):
+    """A pair of one is never counted for the other."""
+    known = load_all()
+    for row in known["baseline"].rows:
+        if row.case.precision.options["params"] == "bfloat16":
+            put(tmp_path, row.case, 7.0, machine="h200x1")
+    found = {o.claim["id"]: o for o in claims.outcomes(claims.read(FILE), entries(tmp_path, known), known)}
+    assert (found["F1-gpt-350m"].n, found["F1-gpt-350m"].of) == (1, 1)
+    assert found["F1f-gpt-350m"].verdict == "not run: no record yet"
 
 
 @pytest.mark.parametrize(("comparison", "direction", "target", "value", "spread", "verdict"), [
@@ -126,6 +151,94 @@ def test_a_failed_seed_is_counted_and_never_replicated(tmp_path):
     assert one.note == f"2 of 3: failed: {case('int8', 1).id}: oom"
     assert one.interval[0] < 1.9 < one.interval[1]
     assert judged(tmp_path, combine="max")[0].value == 2.0 and judged(tmp_path, combine="min")[0].value == 1.8
+
+
+@pytest.mark.parametrize("origin", ["run", "reference:desk"])
+@pytest.mark.parametrize(("missing", "lacks"), [("bf16", "denominator"), ("int8", "numerator")])
+def test_a_side_without_its_partner_is_a_lost_pair(tmp_path, origin, missing, lacks):
+    """Whichever side it is, in a run as in a reference: n of N, and never replicated."""
+    for codec, value in (("int8", 18.0), ("bf16", 10.0)):
+        for seed in range(2 if codec == missing else 3):
+            put(tmp_path, case(codec, seed), value)
+    if origin != "run":
+        reference.bring(tmp_path / "runs" / "cpu2", "desk", tmp_path)
+    (one,) = [o for o in judged(tmp_path) if o.origin == origin]
+    there = case("int8" if missing == "bf16" else "bf16", 2).id
+    assert (one.verdict, one.n, one.of, one.value) == ("partly", 2, 3, 1.8)
+    assert one.note == f"2 of 3: {there}: no {lacks} here"
+
+
+def test_a_reference_without_any_partner_says_so(tmp_path):
+    put(tmp_path, case("int8"), 18.0)
+    reference.bring(tmp_path / "runs" / "cpu2", "desk", tmp_path)
+    found = {o.origin: o for o in judged(tmp_path, case("int8"), case())}
+    assert found["run"].verdict == "not run: no record yet"
+    lonely = found["reference:desk"]
+    assert (lonely.verdict, lonely.n, lonely.of) == (f"not run: {case('int8').id}: no denominator here", 0, 1)
+
+
+@pytest.mark.parametrize("tool", ["torch", "triton", "cuda"])
+def test_no_number_across_versions(tmp_path, tool):
+    mine = {"torch": "2.13.0", "triton": "3.7.1", "cuda": "13.0", "python": "3.11.1"}
+    put(tmp_path, case("int8"), 18.0, versions=mine)
+    put(tmp_path, case(), 10.0, versions=mine | {"python": "3.12.3"})
+    assert judged(tmp_path)[0].value == 1.8
+    put(tmp_path, case(), 10.0, versions=mine | {tool: "9.9"})
+    for comparison in ("ratio", "difference", "difference %"):
+        (one,) = judged(tmp_path, comparison=comparison)
+        assert one.value is None
+        assert one.verdict == f"not run: {case('int8').id} ran with {tool} {mine[tool]}, {case().id} with 9.9"
+    put(tmp_path, case(), 10.0)
+    assert judged(tmp_path)[0].verdict.endswith("with torch 2.13.0, " + case().id + " with unknown")
+
+
+def test_the_spread_of_a_number():
+    """By hand: 3-4-5 triangles."""
+    def metric(value, low, high):
+        return Metric("m", value, "u", "measured", 20, low, high)
+
+    pair = [metric(200.0, 194.0, 208.0), metric(100.0, 97.0, 104.0)]  # down 3 % and 4 %, up 4 % and 3 %
+    assert compare.spread("ratio", pair) == pytest.approx((1.9, 2.1))
+    assert compare.spread("difference %", pair) == pytest.approx((90.0, 110.0))
+    assert compare.spread("difference", [metric(10.0, 7.0, 14.0), metric(5.0, 2.0, 9.0)]) == pytest.approx((0.0, 10.0))
+    assert compare.spread("value", pair[:1]) == (194.0, 208.0)
+    assert compare.spread("ratio", [pair[0], Metric("m", 100.0, "u")]) is None
+
+
+@pytest.mark.parametrize(("combine", "value", "spread"), [
+    ("max", 2.0, (1.9, 2.1)), ("min", 1.0, (0.95, 1.05)), ("mean", 1.5, (1.425, 1.575))])
+def test_the_spread_is_shown_with_the_number(tmp_path, combine, value, spread):
+    for seed, high in ((0, 2.0), (1, 1.0)):
+        put(tmp_path, case("int8", seed), 100 * high, spread=(97 * high, 104 * high))
+        put(tmp_path, case(seed=seed), 100.0, spread=(97.0, 104.0))
+    (one,) = judged(tmp_path, combine=combine)
+    assert one.value == value and one.spread == pytest.approx(spread)
+    row = claims.row(one)
+    assert (row["q20"], row["q80"], row["samples"]) == (*one.spread, 20)
+    shown = claims.ours(one)
+    assert f"q20-q80 {spread[0]:.{4 if spread[0] < 1 else 3}f} to {spread[1]:.3f} (n=2 of 2, medians of 20)" in shown
+    assert shown in claims.table([one])
+
+
+def test_a_number_without_quantiles_says_so(tmp_path):
+    put(tmp_path, case("int8"), 18.0)
+    put(tmp_path, case(), 10.0)
+    (one,) = judged(tmp_path)
+    assert (one.spread, one.samples) == (None, None)
+    assert claims.ours(one) == "1.800 x, no q20-q80 (n=1 of 1)"
+
+
+def test_what_a_number_is_held_against_says_whose_it_is(tmp_path):
+    put(tmp_path, case("int8"), 18.0)
+    put(tmp_path, case(), 10.0)
+    paper, gated, own = (judged(tmp_path, **change)[0] for change in (
+        {}, {"paper_value": "near-lossless", "target": "1.2"}, {"paper": "triaxis", "paper_value": "-", "target": "1.2"}))
+    assert "| paper: 1.5 (w) |" in claims.table([paper])
+    assert "| paper: near-lossless; target: at least 1.2 (w) |" in claims.table([gated])
+    assert "| target: at least 1.2 (w) |" in claims.table([own])
+    assert {o.verdict for o in (paper, gated, own)} == {"replicated"}
+    (mixed,) = judged(tmp_path, paper="triaxis")
+    assert mixed.verdict.endswith("line 2: column paper_value: '1.5', expected - in a claim of our own: it has a target")
 
 
 def test_the_measured_spread_softens_a_miss(tmp_path):
@@ -231,3 +344,12 @@ def test_a_faulty_file_is_refused(tmp_path):
     save(path, [ROW, ROW])
     with pytest.raises(ReportError, match="id C1 is there twice"):
         claims.read(path)
+
+
+def test_a_mean_is_as_good_as_its_interval():
+    claim = next(c for c in claims.read(FILE) if c["id"] == "F4-int8-gpt-tiny")  # at most 0.3 %
+    assert claims.judge(claim, 0.1, True, interval=(0.0, 0.2)) == "replicated"
+    assert claims.judge(claim, 0.1, True, interval=(-0.5, 0.7)) == "partly"
+    assert claims.judge(claim, 0.8, True, interval=(-3.0, 4.6)) == "partly"
+    assert claims.judge(claim, 0.8, True, interval=(0.4, 1.2)) == "not replicated"
+    assert claims.judge(claim, 0.1, False, interval=(0.0, 0.2)) == "partly"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import project
 import pytest
+from typer.testing import CliRunner
 
 from suite import doctor
 from suite.machine import Gpu, Machine
@@ -52,7 +54,8 @@ def test_a_cpu_machine_without_a_gpu_is_no_error(tmp_path):
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    return project.build(tmp_path, {"toy": [{"name": "ok1"}, {"name": "nan1"}], "gpu": [{"name": "okg", "device": "cuda"}]})
+    toy = [{"name": "ok1"}, {"name": "nan1", "save": 1}]
+    return project.build(tmp_path, {"toy": toy, "gpu": [{"name": "okg", "device": "cuda"}]})
 
 
 def test_cases_show_run_retry(copy):
@@ -65,7 +68,15 @@ def test_cases_show_run_retry(copy):
     status, out = project.call(copy, "suite.cli", "show", "ok1")
     assert status == 0 and "3 nats (measured)" in out and '"gpt-tiny"' in out and "threads a rank" in out
     assert project.call(copy, "suite.cli", "retry", "gpu")[1] == "0 failed records cleared\n"
-    assert project.call(copy, "suite.cli", "retry")[1].endswith("1 failed records cleared\n")
+    work = copy / "results/.work/cpu2"
+    kept = [path.name for path in work.iterdir()]
+    assert [name[:-12] for name in kept] == ["nan1-"]  # it saves checkpoints, so that it keeps them when it fails
+    (work / "nan1-0123456789ab" / "checkpoints").mkdir(parents=True)  # of older code
+    (work / "nan1-b-0123456789ab").mkdir()  # of another case
+    assert project.call(copy, "suite.cli", "retry")[1] == (
+        "nan1: cleared (loss is nan at step 17), and what it had saved\n1 failed records cleared\n"
+    )
+    assert [path.name for path in work.iterdir()] == ["nan1-b-0123456789ab"]
     assert [p.name for p in copy.glob("results/runs/*/*.json")] == ["ok1.json"]
 
 
@@ -91,6 +102,28 @@ def test_check_fails_for_failed_cases_only(copy):
 def test_errors_are_one_line_and_status_2(copy, arguments, line):
     status, out = project.call(copy, "suite.cli", *arguments, TRIAXIS_DEADLINE="soon")
     assert status == 2 and out.splitlines()[-1].startswith(f"error: {line}") and "Traceback" not in out, out
+
+
+def test_overhead_is_published_where_it_is_a_number(tmp_path, monkeypatch):
+    from suite import cli, record, train, workload
+    from suite.machine import Machine
+    from suite.measure import overhead
+    from suite.record import Metric
+
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(train, "Trainer", lambda case, mesh: SimpleNamespace(step=lambda number: None))
+    case = next(row.id for row in workload.load("baseline").rows if row.size == "small")
+    path = tmp_path / "overhead" / f"{Machine.here().name}.json"
+
+    monkeypatch.setattr(overhead, "overhead", lambda *_: [Metric("sampler_overhead", None, "ratio", reason="no GPU")])
+    done = CliRunner().invoke(cli.app, ["overhead", case])
+    assert done.exit_code == 0 and done.output == "sampler_overhead: none: no GPU\n" and not path.exists()
+
+    found = [Metric("sampler_overhead", 1.001, "ratio", n=12), Metric("sampler_overhead_upper_bound", 1.004, "ratio", n=12)]
+    monkeypatch.setattr(overhead, "overhead", lambda *_: found)
+    done = CliRunner().invoke(cli.app, ["overhead", case])
+    assert done.output == "sampler_overhead: 1.00100 (n=12)\nsampler_overhead_upper_bound: 1.00400 (n=12)\n"
+    assert [Metric(**row) for row in json.loads(path.read_text())] == found
 
 
 def test_a_broken_record_is_named(copy):

@@ -9,17 +9,31 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import kernel_checks
 import pytest
 import torch
-from kernel_checks import BF16, FLOAT32, SHAPES, WEIGHTS, check_gradient, check_nonfinite, check_statistics, check_step, close
+from kernel_checks import (
+    BF16,
+    FLOAT32,
+    GATES,
+    SHAPES,
+    WEIGHTS,
+    check_gradient,
+    check_nonfinite,
+    check_statistics,
+    check_step,
+    check_swiglu,
+    check_swiglu_nonfinite,
+    close,
+)
 from torch import Tensor
 
-from kernels import adamw, cross_entropy, reference
+from kernels import adamw, cross_entropy, reference, swiglu
 from kernels.launch import ARCHITECTURES
-from kernels.registry import ENTRIES, Entry, compile, logits_and_targets, step_inputs
+from kernels.registry import ENTRIES, Entry, compile, logits_and_targets, step_inputs, swiglu_inputs
 
 
 def distinct() -> list[Entry]:
@@ -39,7 +53,8 @@ def test_every_entry_compiles_without_spills(arch):
 @pytest.mark.parametrize("entry", [e for e in distinct() if e.aligned], ids=lambda e: e.name)
 def test_aligned_rows_move_16_bytes_at_a_time(entry):
     accesses = re.findall(r"\b(?:ld|st)\.global\S*", compile(entry, 90).ptx)
-    single = {"statistics": 5, "gradient": 3, "step": 1}[entry.function.__name__]  # target, picked, statistics of a row; clip
+    # target, picked and statistics of a row; clip
+    single = {"statistics": 5, "gradient": 3, "step": 1, "backward": 0}[entry.function.__name__]
     assert len([a for a in accesses if ".v4.b32" not in a]) == single, accesses
 
 
@@ -47,7 +62,7 @@ def test_names_are_unique_and_traffic_is_what_the_arguments_hold():
     assert len({e.name for e in ENTRIES}) == len(ENTRIES)
     for entry in ENTRIES:
         size = {name: x.numel() * x.element_size() for name, x in entry.inputs("meta").items() if isinstance(x, Tensor)}
-        passes = {"statistics": {"logits": 1}, "gradient": {"logits": 2},
+        passes = {"statistics": {"logits": 1}, "gradient": {"logits": 2}, "backward": {"gu": 2, "dz": 1},
                   "step": {"param": 2, "grad": 1, "exp_avg": 2, "exp_avg_sq": 2}}[entry.function.__name__]
         assert entry.traffic == sum(size[name] * n for name, n in passes.items()), entry.name
 
@@ -74,6 +89,19 @@ def test_offsets_are_64_bits_wide():
         assert re.search(r"arith\.muli .* : i64", compile(entry, 90).ir), entry.name
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_what_torch_compile_launches_has_nothing_to_contract(arch):
+    """It drops the option that forbids contraction: as many additions and fused multiply-adds with it as without it."""
+    def sums(entry: Entry, fusion: bool) -> Counter:
+        made = entry.launch(**entry.inputs("meta")).compile(arch, fusion)
+        return Counter(word for line in made.instructions for word in re.findall(r"\bF(?:ADD|FMA)2?\b", line))
+
+    for entry in (e for e in distinct() if e.function is swiglu.backward):
+        pinned = sums(entry, fusion=False)
+        assert {word[:4] for word in pinned} == {"FADD", "FFMA"}
+        assert sums(entry, fusion=True) == pinned, entry.name
+
+
 def test_a_maximum_keeps_nan():
     """The interpreter keeps it whatever the kernel says; an instruction without .NaN would drop it."""
     for entry in distinct():
@@ -86,7 +114,7 @@ def test_the_interpreter_equals_the_references():
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, kernel_checks.__file__], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{len(SHAPES)} shapes, {len(WEIGHTS)} weights\n"
+    assert done.stdout == f"{len(SHAPES)} shapes, {len(WEIGHTS)} weights, {len(GATES)} gates\n"
 
 
 # the references themselves
@@ -118,6 +146,26 @@ def test_statistics_of_shards_combine_to_the_whole():
     assert not parts[2][1].any(), "a rank of padding alone holds no mass"
 
 
+def test_swiglu_is_silu_times_up_and_its_gradient():
+    given = swiglu_inputs(3, 7, torch.float64, "cpu", 5)
+    gu = given["gu"].requires_grad_()
+    g, u = gu.chunk(2, dim=-1)
+    want = torch.nn.functional.silu(g) * u
+    assert torch.equal(swiglu.swiglu(gu), want)
+    (gradient,) = torch.autograd.grad(want, gu, given["dz"])
+    torch.testing.assert_close(reference.swiglu_backward(gu.detach(), given["dz"]), gradient, rtol=1e-12, atol=1e-14)
+    assert torch.autograd.gradcheck(swiglu.swiglu, gu)
+    assert torch.autograd.gradcheck(swiglu.swiglu, torch.randn(2, 3, 2, dtype=torch.float64, requires_grad=True))
+
+
+def test_swiglu_of_a_strided_gradient():
+    """A gradient that autograd expands or transposes on the way back is no contiguous tensor."""
+    gu = swiglu_inputs(4, 6, FLOAT32, "cpu", 1)["gu"].requires_grad_()
+    swiglu.swiglu(gu).sum().backward()
+    want = reference.swiglu_backward(gu.detach(), torch.ones(4, 6))
+    assert torch.equal(gu.grad, want)
+
+
 def rows(*shape: int, dtype: torch.dtype = FLOAT32) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
@@ -132,7 +180,9 @@ def rows(*shape: int, dtype: torch.dtype = FLOAT32) -> Tensor:
     (lambda: adamw.step(**step_inputs((4, 4), FLOAT32, FLOAT32, "cpu", 0) | {"grad": rows(4, 5)}), r"grad \(4, 5\)"),
     (lambda: adamw.step(**step_inputs((4, 5), FLOAT32, FLOAT32, "cpu", 0) | {"grad": rows(5, 4).t()}), "grad .* no contiguous"),
     (lambda: adamw.step(**step_inputs((4, 4), FLOAT32, FLOAT32, "cpu", 0) | {"clip": rows(2)}), "clip is torch.float32"),
-    (lambda: adamw.step(**step_inputs((4, 4), FLOAT32, FLOAT32, "cpu", 0) | {"step": 0}), "step 0: steps count from 1")])
+    (lambda: adamw.step(**step_inputs((4, 4), FLOAT32, FLOAT32, "cpu", 0) | {"step": 0}), "step 0: steps count from 1"),
+    (lambda: swiglu.backward(rows(2, 8), rows(2, 8)), r"swiglu: \(2, 8\) and its gradient \(2, 8\)"),
+    (lambda: swiglu.backward(rows(8, 2).t(), rows(2, 4)), r"swiglu: \(2, 8\) and its gradient \(2, 4\)")])
 def test_what_does_not_fit_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
@@ -143,6 +193,8 @@ def test_nothing_to_do_is_done():
     assert [x.shape for x in empty] == [(0,)] * 3
     cross_entropy.gradient(rows(0, 8), rows(0, dtype=torch.int64), rows(0), rows(0), 1.0, 8)
     adamw.step(**step_inputs((0, 4), FLOAT32, FLOAT32, "cpu", 0))
+    assert swiglu.backward(rows(0, 8), rows(0, 4)).shape == (0, 8)
+    assert swiglu.backward(rows(3, 0), rows(3, 0)).shape == (3, 0)
 
 
 # on a GPU
@@ -180,6 +232,31 @@ def test_nonfinite_logits_on_a_device(poison, dtype):
 @pytest.mark.parametrize("shape", [(64, 1024), (37, 41), (5000,)])
 def test_adamw_on_a_device(poison, dtype, states, shape, clip):
     check_step("cuda", shape, dtype, states, clip)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize("shape", [*GATES, (17, 4864), (3, 1025), (5, 18944)])
+def test_swiglu_on_a_device(poison, dtype, shape):
+    check_swiglu("cuda", dtype, *shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_nonfinite_gates_on_a_device(poison, dtype):
+    check_swiglu_nonfinite("cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_swiglu_compiled_gives_the_same_bits(dtype):
+    given = swiglu_inputs(33, 4864, dtype, "cuda", 2)
+    gradients = []
+    for function in (swiglu.swiglu, torch.compile(swiglu.swiglu, fullgraph=True)):
+        gu = given["gu"].clone().requires_grad_()
+        function(gu).backward(given["dz"])
+        gradients.append(gu.grad)
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.gpu

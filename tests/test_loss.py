@@ -13,14 +13,6 @@ from suite.loss import chunk_bytes, chunk_tokens, linear_cross_entropy
 TOKENS, HIDDEN, COLUMNS, VOCAB = 23, 16, 64, 50
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def given(dtype: torch.dtype, device: str = "cpu", tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64)

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pynvml
@@ -261,7 +262,17 @@ def test_provenance_is_plain_data_without_private_words(monkeypatch: pytest.Monk
     assert found["environment"] | expected == found["environment"]
     assert "xyz" not in text and "somebody" not in text and str(ROOT) not in text and str(Path.home()) + "/" not in text
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found["started"])
+    assert {"torch", "numpy", "transformers", "tokenizers", "safetensors", "snakemake", "scipy"} <= set(found["packages"])
+    assert found["packages"]["pydantic"] == metadata.version("pydantic")
     assert found["versions"]["torch"] == str(torch.__version__) and found["machine"] == Machine.here().name
+
+
+def test_packages_are_what_the_project_pins_and_has_installed(tmp_path: Path):
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\ndependencies = ["numpy==0", "rich>=1", "no-such-thing==1"]\n'
+        '[project.optional-dependencies]\ntest = ["pytest-timeout==0; sys_platform == \'linux\'", "triaxis[data]"]\n')
+    assert provenance.packages(tmp_path / "pyproject.toml") == {
+        name: metadata.version(name) for name in ("numpy", "pytest-timeout")}
 
 
 @pytest.mark.parametrize(("value", "kept"), [

@@ -24,14 +24,6 @@ TINY = ("gpt-tiny", "qwen-tiny", "llama-tiny", "olmo2-tiny")
 SEQ, BATCH = 24, 2
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def decoder(name: str, vocab: int, *, compile: bool = False, recompute: str = "none", **more) -> Decoder:
     case = Case(model=name, precision="float32", layout={"name": "megatron", "recompute": recompute}, compile=compile,
                 data={"seq": SEQ, "batch": BATCH}, **more)
@@ -243,3 +235,20 @@ def test_compiled_block_equals_eager_and_serves_all_layers():
     check_close(got, want)
     # one with layer 0's number folded in, one for all other layers
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "qwen-tiny", "olmo2-tiny"])
+def test_executed_flops_are_what_torch_counts(name):
+    """Matrix products of one step by torch's own counter, kept and recomputed; not attention, which it counts without mask."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    tokens, seq, vocab = 64, 32, 256
+    attention = models()[name]["layers"] * 2 * tokens * seq * models()[name]["hidden"]
+    for recompute, passes in (("none", 3), ("segment", 4)):
+        case = Case(model=name, precision="float32", layout={"name": "megatron", "recompute": recompute}, data={"seq": seq})
+        model = assemble(case, Mesh(), vocab).model
+        ids = torch.arange(tokens).view(-1, seq) % vocab
+        with FlopCounterMode(display=False) as counter:
+            model.loss(ids, ids).backward()
+        products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
+        assert products == model.layout.executed_flops(tokens, seq, vocab) - passes * attention

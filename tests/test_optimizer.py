@@ -19,14 +19,6 @@ OPTIM = Optim(lr=1e-2, decay=0.1)
 SHAPES = [(24, 16), (8, 40), (40,), ()]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def leaves(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(s, generator=generator, dtype=FLOAT64).mul_(0.1).to(device, dtype).requires_grad_() for s in SHAPES]

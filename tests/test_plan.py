@@ -9,6 +9,7 @@ import pytest
 from suite import plan
 from suite.case import Case
 from suite.machine import Gpu, Machine
+from suite.rendezvous import Rendezvous
 from suite.workload import Expanded, Workload, load_all
 
 CPU = Machine("cpu2", 2, 24.0)
@@ -80,6 +81,25 @@ def test_ranks_joined_by_gloo_share_one_gpu():
     assert plan.plan(one((big(4, link="gloo"), "short", 1)), gpus(1))[0].runs
 
 
+def test_several_machines_need_their_share_of_the_gpus_each(monkeypatch):
+    rows = one((big(1), "short", 4), (big(4), "short", 3), (big(8), "short", 2), (big(8, link="gloo"), "short", 1))
+    two = ["1 rank does not divide over 2 machines", None, "needs 4 GPUs on each of 2 machines", None]
+    assert list(reasons(plan.plan(rows, gpus(2), rendezvous=Rendezvous(nodes=2))).values()) == two
+    monkeypatch.setenv("NNODES", "2")
+    assert list(reasons(plan.plan(rows, gpus(2))).values()) == two
+    assert reasons(plan.plan(rows, CPU))[big(8, link="gloo").id] == "needs a GPU on each of 2 machines"
+
+
+def test_a_rank_on_the_cpu_computes_on_one_core():
+    def work(cpus: int, tp: int) -> float:
+        return plan.seconds(case(steps=500, mesh={"tp": tp}), cpus) - plan.FIXED["cpu"]
+
+    assert work(8, 1) == work(1, 1) == work(1, 4) > 0
+    assert work(8, 4) == pytest.approx(work(1, 1) / 4) and work(2, 4) == pytest.approx(work(1, 1) / 2)
+    alone = case(steps=5000)
+    assert plan.deadline(alone, 64) == plan.deadline(alone, 1) > 180
+
+
 def test_bad_settings_name_the_key():
     with pytest.raises(ValueError, match="size: expected one of small, short, full, got 'big'"):
         plan.plan({}, CPU, size="big")
@@ -144,7 +164,7 @@ def test_estimates_grow_with_the_work_and_deadlines_lie_far_above():
     small, large = big(1), big(1, seed=1)
     large = large.model_copy(update={"steps": 4000})
     assert plan.seconds(large) > 50 * (plan.seconds(small) - plan.FIXED["cuda"])
-    assert plan.seconds(case(steps=500), cpus=1) > plan.seconds(case(steps=500), cpus=8) > plan.FIXED["cpu"]
+    assert plan.seconds(case(steps=500)) > plan.seconds(case(steps=50)) > plan.FIXED["cpu"]
     for c in (small, large, case()):
         assert plan.deadline(c) >= 10 * plan.seconds(c)
     hours = plan.hours_by_workload(plan.plan(one((case(), "small", 1)), CPU))

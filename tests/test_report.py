@@ -36,8 +36,8 @@ def traffic(codec: str, wire: float, purpose: str = "activations") -> Traffic:
 
 
 def put(results: Path, case: Case, *metrics: Metric, machine: str = "cpu2", reason: str | None = None, rows=(),
-        started: str = "2026-01-01T00:00:00+00:00") -> Path:
-    known = {"started": started, "ended": started, "launch": "x", "cpu": "A CPU", "versions": {"torch": "2.13.0"}, "git": None}
+        started: str = "2026-01-01T00:00:00+00:00", torch: str = "2.13.0") -> Path:
+    known = {"started": started, "ended": started, "launch": "x", "cpu": "A CPU", "versions": {"torch": torch}, "git": None}
     return write(Record(case.id, case.row(), "failed" if reason else "ok", reason, "key", machine, known, {"timed": 1.0},
                         list(metrics), list(rows)), results)
 
@@ -137,6 +137,14 @@ def test_losses_are_paired_by_seed_and_a_failed_seed_is_counted(results, folder)
     assert (rows["bf16"]["difference_percent"], rows["int8"]["place"], rows["fp8"]["place"]) == (0, "inside", "below")
     pair = next(r for r in losses.case_rows(compared) if r["case"] == case("int8", 2).id and r["metric"] == "validation_loss")
     assert (pair["baseline"], pair["baseline_value"]) == (case("bf16", 2).id, 4.2)
+
+
+def test_losses_of_two_versions_give_no_difference(results, folder):
+    put(results, case("int8", 1), Metric("validation_loss", 4.1041, "nats/token", n=4), torch="2.11.0")
+    (row,) = [r for r in losses.summary_rows(losses.compare(entries(results, load_all(folder))))
+              if r["metric"] == "validation_loss" and r["comm_forward"] == "int8"]
+    why = f"{case('int8', 1).id} ran with torch 2.11.0, {case('bf16', 1).id} with 2.13.0"
+    assert (row["n"], row["difference_n"], row["missing"]) == (3, 2, why)
 
 
 def test_the_baseline_of_a_case(tmp_path):

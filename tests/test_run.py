@@ -15,6 +15,7 @@ import project
 import pytest
 
 from suite import events, link, locks
+from suite.case import Case
 from suite.rendezvous import Rendezvous, RendezvousError
 
 NAMES = ("ok1", "nan1", "oom1", "bug1", "kill1", "exit1", "hang1", "ok2", "ok3")
@@ -24,6 +25,8 @@ NAMES = ("ok1", "nan1", "oom1", "bug1", "kill1", "exit1", "hang1", "ok2", "ok3")
 def copy(tmp_path: Path) -> Path:
     rows = [{"name": name} for name in NAMES] + [{"name": "okdata", "data": {"text": "missing.txt"}}]
     rows += [{"name": f"{name}-two", "mesh": {"tp": 2}} for name in ("ok", "kill", "slow")]
+    rows += [{"name": "okgpu-two", "device": "cuda", "compile": False, "mesh": {"tp": 2}}]
+    rows += [{"name": "oktimed", "device": "cuda", "compile": False, "measure": "speed"}]
     rows += [{"name": "slow1"}, {"name": "slowt1", "measure": "speed"}, {"name": "slowt2", "measure": "speed"}]
     rows += [{"name": f"slowgpu{i}", "device": "cuda", "compile": False, "seed": i} for i in range(2)]
     return project.build(tmp_path, {"toy": rows})
@@ -150,19 +153,56 @@ def test_data_that_cannot_be_prepared_fail_only_their_cases(copy):
     assert project.record(copy, "ok1")["status"] == "ok"
 
 
-def test_two_machines_by_torchruns_variables(copy):
+def test_a_gpu_case_over_two_machines_with_a_gpu_each(copy):
     with socket.socket() as free:
         free.bind(("", 0))
         port = str(free.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NNODES": "2"}
-    nodes = [
-        project.start(copy, "suite.cli", "run", "ok-two", NODE_RANK=str(i), TRIAXIS_RESULTS=str(copy / f"results{i}"), **common)
-        for i in range(2)
-    ]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NNODES": "2", "FAKE_GPUS": "1"}
+    each = [{**common, "NODE_RANK": str(i), "TRIAXIS_RESULTS": str(copy / f"results{i}")} for i in range(2)]
+    nodes = [project.start(copy, "suite.cli", "run", "okgpu-two", **variables) for variables in each]
     outs = [node.communicate(timeout=90)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outs
-    assert json.loads((copy / "results0/runs/cpu2/ok-two.json").read_text())["status"] == "ok"
+    found = json.loads((copy / "results0/runs/h200x1-x2/okgpu-two.json").read_text())
+    assert (found["status"], found["machine"]) == ("ok", "h200x1-x2")
+    assert found["provenance"]["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-0"
+    assert not list(copy.glob("results?/.work/*/*"))
     assert not list(copy.glob("results1/runs/*/*.json")) and "the machine of rank 0 holds the record" in outs[1]
+    assert "okgpu-two on h200x1-x2: ok" in project.call(copy, "suite.cli", "show", "okgpu-two", **each[0])[1]
+    for case, variables, line in (
+        ("okgpu-two", {"FAKE_GPUS": "1"}, "error: needs 2 GPUs, has 1"),
+        ("ok1", each[0], "error: NNODES: 1 ranks do not divide over 2 machines"),
+    ):
+        status, out = project.call(copy, "suite.cli", "run", case, **variables)
+        assert (status, out.splitlines()[-1]) == (2, line)
+
+
+@pytest.mark.parametrize(
+    ("row", "one", "two"),
+    [
+        ({"device": "cuda"}, 4, 2),
+        ({"device": "cuda", "link": "gloo"}, 1, 1),
+        ({"device": "cpu"}, 0, 0),
+    ],
+)
+def test_gpus_that_a_case_needs_on_each_machine(row, one, two):
+    case = Case.model_validate({"model": "gpt-tiny", "mesh": {"tp": 4}, **row})
+    assert (Rendezvous().gpus(case), Rendezvous(nodes=2).gpus(case)) == (one, two)
+    with pytest.raises(RendezvousError, match="4 ranks do not divide over 3"):
+        Rendezvous(nodes=3).gpus(case)
+
+
+def test_a_timed_run_sees_only_the_gpus_of_its_case(copy):
+    status, out = project.launch(copy, "oktimed", FAKE_GPUS="2")
+    assert status == 0, out
+    assert project.record(copy, "oktimed", "h200x2")["provenance"]["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-0"
+
+
+def test_machines_that_share_a_folder_hold_locks_of_their_own(tmp_path, monkeypatch):
+    waited: list[str] = []
+    with locks.hold(tmp_path, True):
+        monkeypatch.setattr(locks, "_host", lambda: "another")
+        with locks.hold(tmp_path, True, waiting=waited.append):
+            assert not waited
 
 
 def windows(copy: Path, machine: str, *cases: str) -> list[tuple[str, str]]:

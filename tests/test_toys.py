@@ -19,7 +19,7 @@ from suite.assemble import assemble
 from suite.case import Case
 from suite.layout.megatron import Enter, Leave, Megatron
 from suite.mesh import Mesh
-from suite.seams import Key, Spec
+from suite.seams import Key, Product, Spec
 from suite.workload import models
 
 CODEC, LAYOUT, PRECISION = "test_toys:Plain4", "test_toys:FeedForwardOnly", "test_toys:Halves"
@@ -70,14 +70,11 @@ class Wrong(Plain4):
 class Halves:
     """y = x[:, :h] w[:, :h]ᵀ + x[:, h:] w[:, h:]ᵀ, h half of the inner dimension."""
 
-    compute = master = torch.float64
+    compute = master = residual = torch.float64
 
-    def matmul(self, x: Tensor, w: Tensor, site, noise: Tensor) -> Tensor:
+    def matmul(self, x: Tensor, w: Tensor, site, noise: Tensor, product: Product, p: Mapping[str, Tensor]) -> Tensor:
         h = x.shape[-1] // 2
         return x[:, :h] @ w[:, :h].T + x[:, h:] @ w[:, h:].T
-
-    def parts(self, params, layout) -> Sequence:
-        return ()
 
 
 class FeedForwardOnly(Megatron):

@@ -5,24 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import RankError, run_ranks
 
 from suite.assemble import assemble
 from suite.case import Case, Optim
 from suite.checkpoint import CheckpointError, Reader, save_weights
 from suite.mesh import Mesh
+from suite.precision.plain import Plain
 from suite.record import CaseFailed
+from suite.seams import Spec
 from suite.train import Trainer, execute, rate
 
 TEXT = {"text": "random", "seq": 32, "batch": 4}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -181,3 +175,87 @@ def test_the_rate_warms_up_and_falls_to_its_floor():
     rates = [rate(optim, step, 100) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == pytest.approx(1.0) and rates[-1] == pytest.approx(0.1)
     assert rates[9] == pytest.approx(1.0) and all(a > b for a, b in pairwise(rates[10:]))
+
+
+class Tally:
+    """A part with one number a weight of one map (sharded as the map is) and one for all: it counts steps."""
+
+    name = "tally"
+
+    def __init__(self, weights):
+        self.member = weights.members["layers.1.ffn.up.weight"]
+        self.seen = torch.zeros_like(weights.local(self.member.name))
+        self.steps = torch.zeros(1)
+
+    def after_step(self, step, weights):
+        self.seen += weights.local(self.member.name).detach().abs()
+        self.steps += 1
+
+    def buffers(self):
+        return {"layers.1.ffn.up.tally": self.seen}
+
+    def metrics(self):
+        return {"tally_steps": float(self.steps)}
+
+    def state(self):
+        return {"seen": (self.seen, self.member.spec), "steps": (self.steps, Spec())}
+
+    def load(self, state):
+        for name, tensor in state.items():
+            getattr(self, name).copy_(tensor)
+
+
+class Tallied(Plain):
+    """float64 with a part; its products find the part's buffer in the layer that has one."""
+
+    def __init__(self):
+        super().__init__(torch.float64, torch.float64)
+        self.found = set()
+
+    def parts(self, weights, layout):
+        return [Tally(weights)]
+
+    def matmul(self, x, w, site, noise, product, p):
+        if "ffn.up.tally" in p:
+            self.found.add(site)
+        first, rows, start = product.maps[-1]
+        assert rows <= len(w) - first and product.columns[1] >= x.shape[1] and start % rows == 0
+        return super().matmul(x, w, site, noise, product, p)
+
+
+def _resume(mesh: Mesh, row: dict, folder: str, stop: int | None):
+    case = Case(**row)
+    try:
+        outcome = execute(case, mesh, progress=_stop_at(stop) if stop and mesh.rank == 0 else lambda *_: None, folder=Path(folder))
+    except KeyboardInterrupt:
+        return None
+    return {m.name: m.value for m in outcome.metrics}, outcome.losses
+
+
+def test_a_part_is_saved_sharded_and_read_back_on_another_mesh(words, tmp_path):
+    """Saved by one rank after step 4; two ranks each take their slice."""
+    common = {"model": "gpt-tiny", "precision": "test_train:Tallied", "data": words, "steps": 6, "save": 4, "optim": {"lr": 1e-4}}
+    whole, _ = _resume(Mesh(), Case(**common).row(), str(tmp_path / "whole"), None)
+    assert whole["tally_steps"] == 6.0
+    assert _resume(Mesh(), Case(**common).row(), str(tmp_path / "cut"), 5) is None
+    again, losses = _resume(Mesh(), Case(**common).row(), str(tmp_path / "cut"), None)
+    assert again == whole and len(losses) == 6
+    folder = tmp_path / "cut" / "checkpoints" / "step-000004"
+    reader = Reader(folder)
+    member = assemble(Case(**common), Mesh(), 300).parts[0].member
+    half = reader.read("tally/seen", member.shape, member.spec, 1, 2)
+    assert half.shape[0] * 2 == member.shape[0] and float(half.sum()) > 0
+
+
+def test_buffers_of_a_part_reach_the_products_of_their_layer():
+    data = {"text": "random", "seq": 16, "batch": 2}
+    made = assemble(Case(model="gpt-tiny", precision="test_train:Tallied", data=data), Mesh(), 300)
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    made.model.loss(ids, ids).backward()
+    assert {layer for layer, _ in made.model.layout.precision.found} == {1}
+
+
+def test_tokens_that_do_not_divide_are_refused_before_training(words):
+    odd = {**words, "seq": 33, "batch": 1}
+    with pytest.raises(RankError, match="layout megatron-sp: 33 tokens of a micro-batch do not divide over 2 ranks"):
+        run_ranks(run_rank, 2, small(data=odd, mesh={"tp": 2}, layout="megatron-sp").row(), "unused")

@@ -13,6 +13,7 @@ codec's all-reduce, else as a second message that is under way at the same time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import get_args
 from weakref import WeakValueDictionary
 
@@ -105,7 +106,8 @@ class Wire:
                 value = self._native(op, x, dim, codec, name, way, purpose)
                 statistic = self._sum_exact(exact, way)
                 return Pending(lambda: (value(), statistic()))
-            return Pending(self._bytes(op, x, dim, exact, codec, way, purpose, key or self.key))
+            key = replace(key or self.key, site=(int(site[0]), site[1]), way=way)
+            return Pending(self._bytes(op, x, dim, exact, codec, way, purpose, key))
 
     def barrier(self) -> None:
         """Returns once every rank of the group has come here."""

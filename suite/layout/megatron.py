@@ -31,8 +31,9 @@ from torch import Tensor
 from suite.comm.meet import meet
 from suite.comm.wire import Wire
 from suite.loss import linear_cross_entropy
+from suite.model import maps
 from suite.norms import layer_norm, rms_norm, wide
-from suite.seams import Op, Precision, Site, Spec
+from suite.seams import Op, Precision, Product, Site, Spec
 
 
 def norm_of(card: Mapping[str, Any], p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -53,6 +54,13 @@ class Megatron:
         self.kv_parts = min(card["kv_heads"], tp.size)
         local = {"q": card["heads"] // tp.size, "k": card["kv_heads"] // self.kv_parts, "v": card["kv_heads"] // self.kv_parts}
         self.widths = {name: heads * self.head_size for name, heads in local.items()}
+        self.products: dict[str, Product] = {}
+
+    def refuse(self, tokens: int) -> str | None:
+        """Why `tokens` of a micro-batch cannot be trained, None where they can."""
+        if self.partial and tokens % self.tp.size:
+            return f"{tokens} tokens of a micro-batch do not divide over {self.tp.size} ranks"
+        return None
 
     # where tensors lie
 
@@ -67,8 +75,11 @@ class Megatron:
         return Spec(partial=self.partial)
 
     def groups(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """Leaves that hold several members: `...attention.q+k+v.weight`, `...ffn.gate+up.weight`."""
+        """Leaves that hold several members: `...attention.q+k+v.weight`, `...ffn.gate+up.weight`. A precision whose numbers
+        depend on what shares a product says `stack = False`."""
         found: dict[str, list[str]] = {}
+        if not getattr(self.precision, "stack", True):
+            return found
         for name in names:
             *path, linear, kind = name.split(".")
             for together in (("q", "k", "v"), ("gate", "up")):
@@ -84,6 +95,31 @@ class Megatron:
         if not self.card["qk_norm"]:
             return [into, core, out]
         return [into, lambda *qkv: qkv, HeadsNorm(self, p, layer), core, out]
+
+    def feed_forward(self, p: Mapping[str, Tensor], layer: int, noise: Tensor, core: Callable) -> list:
+        """The feed-forward sublayer's chain."""
+        into = ("gate", "up") if self.card["gated"] else ("up",)
+        return [self.enter(p, layer, noise, "ffn", into), core, self.leave(p, layer, noise, "ffn", "down")]
+
+    def product(self, sub: str, names: Sequence[str]) -> Product:
+        """Where the operands of a product lie; made once, for it is the same in every layer."""
+        key = f"{sub}.{'+'.join(names)}"
+        if key not in self.products:
+            rows, linear, first = [], maps(self.card)[sub], 0
+            for name in names:
+                d_in, d_out, _ = linear[name]
+                spec, shape = self.spec(f"{sub}.{name}.weight", (d_out, d_in)), (d_out, d_in)
+                start, length = spec.span(shape, self.tp.index, self.tp.size) if spec.dim == 0 else (0, d_out)
+                rows.append((first, length, start))
+                columns = (spec.span(shape, self.tp.index, self.tp.size)[0] if spec.dim == 1 else 0, d_in)
+                first += length
+            self.products[key] = Product(key, tuple(rows), columns, self.tp)
+        return self.products[key]
+
+    def multiply(self, x: Tensor, p: Mapping[str, Tensor], layer: int, noise: Tensor, sub: str, names: Sequence[str]) -> Tensor:
+        """x times the stacked maps, before any bias."""
+        product = self.product(sub, names)
+        return self.precision.matmul(x, p[f"{product.name}.weight"], (layer, product.name), noise, product, p)
 
     def enter(self, p: Mapping[str, Tensor], layer: int, noise: Tensor, sub: str, names: Sequence[str]) -> Enter:
         return Enter(self, p, layer, noise, sub, names)
@@ -102,6 +138,7 @@ class Megatron:
             x = torch.nn.functional.embedding(torch.where(mine, local, 0), table) * mine[:, None]
         x = x.to(self.precision.compute)
         x, _ = meet(self.tp, x, forward=self.leave_ops[0], backward=self.embed_backward, site=(-1, "embed"))
+        x = x.to(self.precision.residual)
         if self.card["position"] == "learned":
             position = torch.arange(ids.shape[1], device=ids.device).repeat(ids.shape[0])
             x = x + torch.nn.functional.embedding(self.tokens_here(position), p["positions.weight"]).to(x.dtype)
@@ -115,7 +152,7 @@ class Megatron:
 
     def final(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Residual stream -> [T, D] whole on every rank, normalised; backward sums the ranks' parts of the head's dX."""
-        x = norm_of(self.card, p, "norm", x)
+        x = norm_of(self.card, p, "norm", x).to(self.precision.compute)
         x, _ = meet(self.tp, x, forward=self.enter_ops[0], backward=self.enter_ops[1], site=(-1, "head"))
         return x
 
@@ -130,9 +167,26 @@ class Megatron:
         """Residual stream -> this rank's columns of the logits [T, V/p]."""
         return torch.nn.functional.linear(self.final(p, x), self.head_weight(p).to(self.precision.compute))
 
-    def executed_flops(self, forward: int) -> int:
-        """Forward and backward FLOPs of a step on all ranks, recomputation counted, from the model's forward FLOPs."""
-        return forward * (4 if self.recompute == "segment" else 3)
+    def executed_flops(self, tokens: int, seq: int, vocab: int) -> int:
+        """Forward and backward FLOPs of `tokens` tokens on all ranks together. K/V maps that neighbours hold alike run as often
+        as they are held; recomputing a segment runs what leads to its last saved tensor again: all maps into the sublayers
+        and attention, but not the row-parallel maps that end them, nor the head. Where a norm over all heads cuts the segment
+        behind Q, K and V and needs no statistic (one rank), these are inputs of the next segment, kept and not run again."""
+        card, copies = self.card, self.tp.size // self.kv_parts
+        kept = ("q", "k", "v") if card["qk_norm"] and self.tp.size == 1 else ()
+        into = out = spared = 0
+        for sub, linear in maps(card).items():
+            for name, (d_in, d_out, _) in linear.items():
+                flops = self.factor.flops((0, f"{sub}.{name}"), d_in, d_out, tokens)
+                if name in ("o", "down"):
+                    out += flops
+                else:
+                    flops *= copies if name in ("k", "v") else 1
+                    into += flops
+                    spared += flops if name in kept else 0
+        into += 2 * tokens * seq * card["hidden"]  # causal attention
+        once = card["layers"] * (into + out) + 2 * tokens * vocab * card["hidden"]
+        return 3 * once + (card["layers"] * (into - spared) if self.recompute == "segment" else 0)
 
 
 class Enter:
@@ -148,7 +202,7 @@ class Enter:
     def before(self, x: Tensor):
         if self.layout.card["place"] == "pre":
             x = norm_of(self.layout.card, self.p, f"{self.sub}.norm", x)
-        return (x,), None
+        return (x.to(self.layout.precision.compute),), None
 
     def meet(self, ys, exact):
         forward, backward = self.layout.enter_ops
@@ -156,13 +210,17 @@ class Enter:
         return (y,), exact
 
     def after(self, ys, exact):
-        name = f"{self.sub}.{'+'.join(self.names)}"
-        y = self.layout.precision.matmul(ys[0], self.p[f"{name}.weight"], self.site, self.noise)
-        if f"{name}.bias" in self.p:
-            y = y + self.p[f"{name}.bias"].to(y.dtype)
+        if f"{self.sub}.{'+'.join(self.names)}.weight" not in self.p:
+            return [self._maps(ys[0], (name,)) for name in self.names]
+        y = self._maps(ys[0], self.names)
         if self.sub == "ffn":
             return (y,)  # gate and up side by side
         return y.split([self.layout.widths[n] for n in self.names], dim=-1)
+
+    def _maps(self, x: Tensor, names: Sequence[str]) -> Tensor:
+        y = self.layout.multiply(x, self.p, self.layer, self.noise, self.sub, names)
+        bias = f"{self.sub}.{'+'.join(names)}.bias"
+        return y + self.p[bias].to(y.dtype) if bias in self.p else y
 
 
 class Leave:
@@ -176,7 +234,7 @@ class Leave:
         return self.layer, f"{self.sub}.{self.name}"
 
     def before(self, z: Tensor):
-        return (self.layout.precision.matmul(z, self.p[f"{self.sub}.{self.name}.weight"], self.site, self.noise),), None
+        return (self.layout.multiply(z, self.p, self.layer, self.noise, self.sub, (self.name,)),), None
 
     def meet(self, ys, exact):
         forward, backward = self.layout.leave_ops

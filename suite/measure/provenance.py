@@ -4,6 +4,7 @@ No host name, user name or path: values that hold one are recorded with `<path>`
 """
 from __future__ import annotations
 
+import contextlib
 import getpass
 import importlib.metadata
 import os
@@ -11,8 +12,10 @@ import platform
 import re
 import socket
 import subprocess
+import tomllib
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ def provenance(machine: Machine | None = None) -> dict[str, Any]:
         "driver": machine.driver,
         "topology": topology(machine),
         "versions": versions(),
+        "packages": packages(),
         "git": git(ROOT),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -63,6 +67,19 @@ def versions() -> dict[str, str | None]:
         triton = None
     return {"python": platform.python_version(), "torch": str(torch.__version__), "cuda": torch.version.cuda, "nccl": nccl,
             "triton": triton}
+
+
+@lru_cache
+def packages(project: Path = ROOT / "pyproject.toml") -> dict[str, str]:
+    """Version of every distribution that the project pins, extras too, as far as it is installed."""
+    with project.open("rb") as file:
+        table = tomllib.load(file)["project"]
+    pins = [*table["dependencies"], *(pin for extra in table.get("optional-dependencies", {}).values() for pin in extra)]
+    found = {}
+    for name in sorted({re.match(r"[\w.-]+", pin)[0] for pin in pins if "==" in pin}):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def cpu_name() -> str | None:

@@ -1,4 +1,4 @@
-"""float64: everything in float64. An oracle for the other precisions and layouts, and what a small model on a CPU runs in."""
+"""float64: everything in float64. An oracle for the other precisions and layouts."""
 from __future__ import annotations
 
 import torch

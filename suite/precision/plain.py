@@ -3,26 +3,23 @@
     forward  y  = x · wᵀ        dX = dy · w        dW = dyᵀ · x
 
 all three in `compute`, accumulated in float32 (float64 for float64). The weight is cast where it is used, so that one
-copy of it is kept and its gradient arrives in `master`.
+copy of it is kept and its gradient arrives in `master`. The residual stream is kept in `residual`.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from suite.seams import Layout, Part, Site
+from suite.seams import Product, Site
 
 
 class Plain:
-    def __init__(self, compute: torch.dtype, master: torch.dtype):
-        self.compute, self.master = compute, master
+    def __init__(self, compute: torch.dtype, master: torch.dtype, residual: torch.dtype | None = None):
+        self.compute, self.master, self.residual = compute, master, residual or compute
 
-    def matmul(self, x: Tensor, w: Tensor, site: Site, noise: Tensor) -> Tensor:
-        """x [T, d_in], w [d_out, d_in] -> [T, d_out]. `noise` names the draw; plain products draw nothing."""
+    def matmul(self, x: Tensor, w: Tensor, site: Site, noise: Tensor, product: Product, p: Mapping[str, Tensor]) -> Tensor:
+        """x [T, d_in], w [d_out, d_in] -> [T, d_out]. Plain products draw nothing and need to know nothing of where they lie."""
         return F.linear(x, w.to(self.compute))
-
-    def parts(self, params: Mapping[str, Tensor], layout: Layout) -> Sequence[Part]:
-        return ()

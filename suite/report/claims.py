@@ -4,19 +4,23 @@ Columns of workloads/claims.csv; `-` where there is nothing, an empty cell is an
 
     id, paper, where, statement    what is claimed and where it stands
     metric, unit                   the metric of the records that answers it, and the unit of the compared number
-    paper_value                    number or text, as it stands there, or `not public`
+    paper_value                    number or text, as it stands there, or `not public`; - in a claim of our own (paper: triaxis)
     comparison                     value | ratio (numerator / denominator) | difference (numerator - denominator) |
                                    difference % (100 (numerator / denominator - 1))
     numerator, denominator         selectors (suite.report.selector)
     combine                        over the pairs: mean (with a t-interval), min or max (`up to`)
-    direction, target, tolerance   at least | at most | about; the number judged against (- : paper_value); slack in `unit`
+    direction, target, tolerance   at least | at most | about; our own number to judge against (-: paper_value); slack in `unit`
     same_setting                   selector which all records must match for `setting: same`; - where the paper's is not public
     note                           what a reader must know
 
 Verdicts: `replicated` where the number meets its target within the tolerance and every pair has one; `partly` where it
-goes the claimed way without reaching it, meets it only within the measured spread, or a pair is missing (n of N);
-`not replicated`; `not run: reason`. A ratio is formed only from ok records of one source and machine, never from emulated
-numbers, and says how far apart in time its records were started. A claim gives one row a source that has its cases.
+goes the claimed way without reaching it, meets it only within the measured spread, or a pair is missing (n of N, where a
+numerator without a denominator and the reverse are missing pairs too); `not replicated`; `not run: reason`. A ratio is formed
+only from ok records of one source, machine and version of torch, triton and CUDA, never from emulated numbers, and says how
+far apart in time its records were started. A claim gives one row a source that has its cases. A metric of
+suite.report.overhead is in no record: `triaxis overhead` measures it with one of the numerator's cases.
+
+The spread of a number (q20, q80: see suite.report.compare) is that of the pair shown (min, max) or the mean of the pairs' ends.
 """
 from __future__ import annotations
 
@@ -25,15 +29,15 @@ import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from suite.record import RESULTS, Metric, publish
-from suite.report import selector
+from suite.record import RESULTS, publish
+from suite.report import compare, overhead, selector
 from suite.report.losses import t_interval
-from suite.report.source import NOT_RUN, RUN, Entry, ReportError, commit, main, started
+from suite.report.overhead import Overhead
+from suite.report.source import NOT_RUN, RUN, Entry, ReportError, commit, main
 from suite.report.write import markdown, number, write_csv
 from suite.workload import FOLDER, Workload
 
@@ -42,9 +46,11 @@ HEADER = ("id", "paper", "where", "statement", "metric", "paper_value", "unit", 
 WORDS = {"comparison": ("value", "ratio", "difference", "difference %"), "combine": ("mean", "min", "max"),
          "direction": ("at least", "at most", "about", "-")}
 UNDEFINED = "not run: no case defined yet"
+OWN = "triaxis"  # the paper of our own claims, which have targets and no paper's values
 NO_EFFECT = {"ratio": 1.0, "difference": 0.0, "difference %": 0.0}
 OUT = ("id", "paper", "where", "statement", "metric", "paper_value", "unit", "comparison", "direction", "target", "tolerance",
-       "origin", "machine", "value", "low", "high", "n", "of", "kind", "seconds_apart", "verdict", "setting", "cases", "note")
+       "origin", "machine", "value", "low", "high", "q20", "q80", "samples", "n", "of", "kind", "seconds_apart", "verdict",
+       "setting", "cases", "note")
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A claim at one source. `apart`: seconds between the starts of the compared records, the longest over the pairs."""
+    """A claim at one source. `interval`: of the mean over pairs; `spread`: q20 and q80 of the number; `samples`: behind each
+    median, the fewest. `apart`: seconds between the starts of the compared records, the longest over the pairs."""
 
     claim: Claim
     verdict: str
@@ -78,6 +85,8 @@ class Outcome:
     setting: str = "other"
     value: float | None = None
     interval: tuple[float, float] | None = None
+    spread: tuple[float, float] | None = None
+    samples: int | None = None
     n: int = 0
     of: int = 0
     kind: str | None = None
@@ -125,24 +134,29 @@ def _claim(where: str, cells: Sequence[str]) -> Claim:
     if row["numerator"] == "-" or (row["denominator"] == "-") != (row["comparison"] == "value"):
         key = "numerator" if row["numerator"] == "-" else "denominator"
         return Claim(row, f"{where}: column {key}: {row[key]!r} does not fit comparison {row['comparison']}")
+    if row["paper"] == OWN and row["paper_value"] != "-":
+        return Claim(row, f"{where}: column paper_value: {row['paper_value']!r}, expected - in a claim of our own: it has a target")
     claim = Claim(row)
     if claim.target is not None and row["direction"] == "-":
         return Claim(row, f"{where}: column direction: a number needs at least | at most | about")
     return claim
 
 
-def judge(claim: Claim, value: float, complete: bool, spread: float = 0.0) -> str:
-    """The verdict on a number. `spread`: half its measured spread, in its unit; `complete`: every pair has a number."""
+def judge(claim: Claim, value: float, complete: bool, spread: float = 0.0, interval: tuple[float, float] | None = None) -> str:
+    """The verdict on a number. `spread`: half its measured spread, in its unit; `complete`: every pair has a number. A mean is
+    as good as its `interval`: wholly within the target it is replicated, wholly outside it is not, else partly."""
     target, direction, slack = claim.target, claim["direction"], 0.0 if claim["tolerance"] == "-" else float(claim["tolerance"])
     if target is None:
         return "not run: no public value to compare with"
 
-    def met(allowed: float) -> bool:
-        below, above = value >= target - allowed, value <= target + allowed
+    def met(allowed: float, number: float = value) -> bool:
+        below, above = number >= target - allowed, number <= target + allowed
         return {"at least": below, "at most": above, "about": below and above}[direction]
 
     if met(slack):
-        return "replicated" if complete else "partly"
+        return "replicated" if complete and all(met(slack, end) for end in interval or ()) else "partly"
+    if interval and (met(slack, interval[0]) or met(slack, interval[1])):
+        return "partly"
     none = NO_EFFECT.get(claim["comparison"])
     way = {"at least": 1.0, "at most": -1.0, "about": math.copysign(1.0, target - none) if none is not None else 0.0}[direction]
     if met(slack + spread) or (none is not None and (value - none) * way > 0):
@@ -150,7 +164,8 @@ def judge(claim: Claim, value: float, complete: bool, spread: float = 0.0) -> st
     return "not replicated"
 
 
-def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mapping[str, Workload]) -> list[Outcome]:
+def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mapping[str, Workload],
+             overheads: Sequence[Overhead] = ()) -> list[Outcome]:
     """Every claim at every source that has its cases, in the order of the file; one row where there is none."""
     defined = [Entry(RUN, "-", row.id, row.case.row(), NOT_RUN, "no record yet", row.workload, row.size)
                for w in workloads.values() for row in w.rows]
@@ -158,6 +173,9 @@ def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mappi
     for claim in claims:
         if claim.error:
             rows.append(Outcome(claim, f"not run: {claim.error}"))
+            continue
+        if claim["metric"] in overhead.NAMES:
+            rows += [_overhead(claim, one) for one in overheads] or [Outcome(claim, overhead.MISSING)]
             continue
         top = selector.parse(claim["numerator"])
         bottom = selector.parse(claim["denominator"]) if claim["denominator"] != "-" else None
@@ -168,7 +186,7 @@ def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mappi
         for source in sources:
             here = [[e for e in side if e.source == source] for side in (mine, others)]
             outcome = _at(claim, *here, selector.free(top, bottom) if bottom else frozenset(), bottom is not None)
-            found += [replace(outcome, origin=source[0], machine=source[1])] if outcome else []
+            found.append(replace(outcome, origin=source[0], machine=source[1]))
         if not found:
             anywhere = any(map(top.matches, defined)) and (bottom is None or any(map(bottom.matches, defined)))
             found = [Outcome(claim, "not run: no record yet" if anywhere else UNDEFINED)]
@@ -176,82 +194,62 @@ def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mappi
     return rows
 
 
-def _at(claim: Claim, top: list[Entry], bottom: list[Entry], may_differ: frozenset[str], paired: bool) -> Outcome | None:
+def _overhead(claim: Claim, measured: Overhead) -> Outcome:
+    metric = measured.metric(claim["metric"])
+    known = {"origin": measured.origin, "machine": measured.machine, "of": 1}
+    if metric is None or metric.value is None:
+        reason = next((m.reason for m in measured.metrics if m.reason), f"no {claim['metric']} in it")
+        return Outcome(claim, f"not run: triaxis overhead: {reason}", **known)
+    same = claim["same_setting"]
+    here = selector.parse(same).terms.get("machine") if same != "-" else None
+    setting = "same" if here and selector.fits(here, measured.machine) else "other"
+    spread = compare.spread("value", [measured.metric(overhead.NAMES[0])])  # of the pairs; a bound has none of its own
+    return Outcome(claim, judge(claim, metric.value, True), setting=setting, value=metric.value, spread=spread, samples=metric.n,
+                   n=1, kind=metric.kind, **known)
+
+
+def _at(claim: Claim, top: list[Entry], bottom: list[Entry], may_differ: frozenset[str], paired: bool) -> Outcome:
     try:
         pairs = selector.pairs(top, bottom, may_differ) if paired else [(e,) for e in top]
     except ValueError as error:
         return Outcome(claim, f"not run: {error}")
-    if not pairs:
-        return None
     numbers: list[float] = []
-    spreads, used, lost = [0.0], [], []
+    spreads: list[tuple[float, float] | None] = []
+    used, lost = [], []
     kinds: set[str] = set()
+    counts: set[int] = set()
     for pair in pairs:
-        metrics, reason = _metrics(pair, claim["metric"])
+        metrics, reason = compare.metrics(pair, claim["metric"])
         if reason:
             lost.append(reason)
             continue
-        numbers.append(_compare(claim["comparison"], [m.value for m in metrics]))
-        spreads.append(_spread(metrics))
+        numbers.append(compare.number(claim["comparison"], [m.value for m in metrics]))
+        spreads.append(compare.spread(claim["comparison"], metrics))
         kinds.add(" / ".join(dict.fromkeys(m.kind for m in metrics)))
+        counts |= {m.n for m in metrics if m.n is not None and spreads[-1]}
         used.append(pair)
+    lost += selector.alone(top, bottom, pairs) if paired else []
+    of = len(numbers) + len(lost)
     same = claim["same_setting"]
-    known = [e for pair in used or pairs for e in pair]
+    known = [e for pair in used or pairs or [top] for e in pair]
     setting = "same" if same != "-" and all(selector.parse(same).matches(e) for e in known) else "other"
-    missing = f"{len(numbers)} of {len(pairs)}: {'; '.join(sorted(set(lost)))}" if lost else ""
+    missing = f"{len(numbers)} of {of}: {'; '.join(sorted(set(lost)))}" if lost else ""
     if not numbers:
-        return Outcome(claim, f"not run: {lost[0]}", setting=setting, of=len(pairs), note=missing if len(pairs) > 1 else "")
+        return Outcome(claim, f"not run: {lost[0]}", setting=setting, of=of, note=missing if of > 1 else "")
     value = {"mean": fmean, "min": min, "max": max}[claim["combine"]](numbers)
-    scale = abs(value) if claim["comparison"] == "ratio" else 0.0
-    apart = _apart(used) if paired else None
-    notes = [missing, "start times unknown" if paired and apart is None else "",
+    if claim["combine"] == "mean":
+        spread = tuple(map(fmean, zip(*spreads))) if None not in spreads else None
+    else:
+        spread = spreads[numbers.index(value)]
+    interval = t_interval(numbers) if claim["combine"] == "mean" else None
+    seconds = compare.seconds(used) if paired else None
+    notes = [missing, "start times unknown" if paired and seconds is None else "",
              "" if len({commit(e.record) for e in known if e.record}) < 2 else "from different commits"]
     return Outcome(
-        claim, judge(claim, value, not lost, max(spreads) * scale), setting=setting, value=value, n=len(numbers), of=len(pairs),
-        interval=t_interval(numbers) if claim["combine"] == "mean" else None, kind="; ".join(sorted(kinds)), apart=apart,
+        claim, judge(claim, value, not lost, (spread[1] - spread[0]) / 2 if spread else 0.0, interval), setting=setting,
+        value=value, interval=interval, spread=spread, samples=min(counts, default=None),
+        n=len(numbers), of=of, kind="; ".join(sorted(kinds)), apart=seconds,
         cases=tuple(dict.fromkeys(e.id for pair in used for e in pair)), note="; ".join(n for n in notes if n))
-
-
-def _metrics(pair: Sequence[Entry], name: str) -> tuple[list[Metric], str | None]:
-    """The metric of each entry, or why there is no number."""
-    metrics: list[Metric] = []
-    for entry in pair:
-        if entry.status != "ok":
-            return [], str(entry.reason) if entry.status == NOT_RUN else f"failed: {entry.id}: {entry.reason}"
-        metric = entry.metric(name)
-        if metric is None or metric.value is None:
-            return [], f"{entry.id}: no {name}: {metric.reason if metric else 'not in the record'}"
-        metrics.append(metric)
-    if len(metrics) > 1 and any(m.kind == "emulated" for m in metrics):
-        return [], f"{name} is emulated: never compared"
-    if len(metrics) > 1 and not metrics[1].value:
-        return [], f"{pair[1].id}: {name} is 0"
-    return metrics, None
-
-
-def _compare(comparison: str, values: Sequence[float]) -> float:
-    if len(values) == 1:
-        return float(values[0])
-    if comparison == "difference":
-        return values[0] - values[1]
-    ratio = values[0] / values[1]
-    return ratio if comparison == "ratio" else 100 * (ratio - 1)
-
-
-def _spread(metrics: Sequence[Metric]) -> float:
-    """Half the distance of q20 and q80 relative to the median, both sides added in quadrature."""
-    return math.hypot(*((m.q80 - m.q20) / 2 / abs(m.value) for m in metrics if m.q20 is not None and m.q80 is not None and m.value))
-
-
-def _apart(pairs: Sequence[Sequence[Entry]]) -> float | None:
-    longest = 0.0
-    for top, bottom in pairs:
-        try:
-            times = [datetime.fromisoformat(started(e.record) or "") for e in (top, bottom)]
-            longest = max(longest, abs((times[0] - times[1]).total_seconds()))
-        except (ValueError, TypeError):
-            return None
-    return longest
 
 
 def row(outcome: Outcome) -> dict[str, Any]:
@@ -259,31 +257,50 @@ def row(outcome: Outcome) -> dict[str, Any]:
     claim, o = outcome.claim, outcome
     note = "; ".join(n for n in (o.note, "" if claim["note"] == "-" else claim["note"]) if n)
     return {**{k: claim[k] for k in OUT if k in HEADER}, "origin": o.origin, "machine": o.machine, "value": o.value,
-            "low": o.interval[0] if o.interval else None, "high": o.interval[1] if o.interval else None, "n": o.n, "of": o.of,
-            "kind": o.kind, "seconds_apart": o.apart, "verdict": o.verdict, "setting": o.setting,
+            "low": o.interval[0] if o.interval else None, "high": o.interval[1] if o.interval else None,
+            "q20": o.spread[0] if o.spread else None, "q80": o.spread[1] if o.spread else None, "samples": o.samples,
+            "n": o.n, "of": o.of, "kind": o.kind, "seconds_apart": o.apart, "verdict": o.verdict, "setting": o.setting,
             "cases": " ".join(o.cases), "note": note}
 
 
+def aim(claim: Claim) -> str:
+    """What our number is held against, and whose it is: the paper's value, our own target."""
+    parts = [] if claim["paper_value"] == "-" else [f"paper: {claim['paper_value']}"]
+    parts += [] if claim["target"] == "-" else [f"target: {claim['direction']} {claim['target']}"]
+    return "; ".join(parts) or "-"
+
+
 def ours(outcome: Outcome) -> str:
-    """Our number as text: value, interval, n of N."""
+    """Our number as text: value, interval, spread, n of N."""
     if outcome.value is None:
         return "-"
-    spread = f" [{number(outcome.interval[0])}, {number(outcome.interval[1])}]" if outcome.interval else ""
-    return f"{number(outcome.value)}{spread} {outcome.claim['unit']} (n={outcome.n} of {outcome.of})"
+    interval = f" [{number(outcome.interval[0])}, {number(outcome.interval[1])}]" if outcome.interval else ""
+    spread = f"q20-q80 {number(outcome.spread[0])} to {number(outcome.spread[1])}" if outcome.spread else "no q20-q80"
+    samples = f"{outcome.samples} pairs" if outcome.claim["metric"] in overhead.NAMES else f"medians of {outcome.samples}"
+    samples = f", {samples}" if outcome.samples else ""
+    return f"{number(outcome.value)}{interval} {outcome.claim['unit']}, {spread} (n={outcome.n} of {outcome.of}{samples})"
+
+
+def rerun(outcome: Outcome) -> str:
+    """The command that measures the number again, as code."""
+    if outcome.claim["metric"] in overhead.NAMES:
+        return "`triaxis overhead CASE`"
+    return f"`triaxis run {outcome.cases[0]}`"
 
 
 def table(rows: Sequence[Outcome]) -> str:
     """Claims as a Markdown table."""
-    return markdown(("claim", "statement", "paper", "ours", "kind", "where", "records apart", "verdict", "setting"), (
-        (o.claim["id"], o.claim["statement"], f"{o.claim['paper_value']} ({o.claim['where']})", ours(o), o.kind or "-",
+    return markdown(("claim", "statement", "aim", "ours", "kind", "where", "records apart", "verdict", "setting"), (
+        (o.claim["id"], o.claim["statement"], f"{aim(o.claim)} ({o.claim['where']})", ours(o), o.kind or "-",
          o.machine if o.origin in (RUN, "-") else f"{o.machine}, {o.origin}", "-" if o.apart is None else f"{o.apart:.0f} s",
          f"{o.verdict}{f' ({o.note})' if o.note else ''}", f"setting: {o.setting}") for o in rows))
 
 
 def write(results: Path, file: Path, entries: Sequence[Entry], workloads: Mapping[str, Workload]) -> list[Path]:
-    rows = outcomes(read(file), entries, workloads)
+    rows = outcomes(read(file), entries, workloads, overhead.overheads(results, entries))
     page = results / "tables" / "claims.md"
-    text = "# Claims\n\nBrackets: 95 % t-interval of the mean over pairs of records. `n` of how many pairs had a number.\n\n"
+    text = ("# Claims\n\nBrackets: 95 % t-interval of the mean over pairs of records. q20-q80: spread of the number, from that of "
+            "the medians it is made of. `n` of how many pairs had a number.\n\n")
     paths = [write_csv(results / "tables" / "claims.csv", OUT, map(row, rows))]
     publish(page, text + table(rows))
     return [*paths, page]

@@ -4,19 +4,29 @@ T tokens a step, p ranks of the tensor-parallel group, L layers, d hidden, f fee
 g = 2 where the feed-forward is gated else 1, r = d/4 the width of a factor.
 
     computation   t_c = T · F / (p · rate)            F: model FLOPs a token (suite.measure.flops), rate: FLOP/s a GPU
-    wire          W   = 2 (p - 1) / p · T · E · b     bytes a rank sends; an all-gather or reduce-scatter is half an all-reduce
+    wire          W   = 2 (p - 1) / p · T · E · b + S  bytes a rank sends; an all-gather or reduce-scatter is half an all-reduce
     communication t_w = W / link
     throughput    T / (t_c + t_w)
 
 E, elements all-reduced a token, forward and backward, the ends of the network included:
 
     megatron      (4 L + 2) d
-    megatron-sp   (5 L + 2.5) d                       inputs gathered again in the backward
+    megatron-sp   (4 L + 2) d                         gathered inputs are kept, not gathered again
     pairwise      L (6 d + 2 kv + (g + 1) f) + 2 d
     btp           2 L (5 + g) r + 2 d
 
-b, bytes an element: a 16- or 32-bit float, or one byte a code and a float32 scale a group. Nothing overlaps, and latency,
-codecs and memory are free: a number here says what to expect, not what was seen, nor that the run would fit.
+b, bytes an element: a 16- or 32-bit float, or one byte a code and a float32 scale a group.
+
+S, what crosses in float32 whatever the codec; all-reduced over p ranks an element is 2 (p - 1) / p · 4 bytes:
+
+    cross-entropy's maximum and sums       3 T        norm of the gradients          1 a step
+    QK-norm over all heads                 4 L T      (sums of squares of Q and K, forward and backward)
+    megatron-sp, a step                    gradients of norms, biases of row-parallel maps and learned positions
+    megatron*, K/V heads fewer than ranks  a step, over p / n_kv ranks: gradients of one head of K and V
+
+For the layouts megatron and megatron-sp W is what the counter counts of one micro-batch, to the byte (tested). Nothing
+overlaps, and latency, codecs and memory are free: a number here says what to expect, not what was seen, nor that the run
+would fit.
 """
 from __future__ import annotations
 
@@ -52,7 +62,7 @@ def elements(card: Mapping[str, Any], layout: str) -> float | None:
     d, f, n = card["hidden"], card["ffn"], card["layers"]
     kv = card["kv_heads"] * d // card["heads"]
     g, r = (2 if card["gated"] else 1), d / 4
-    table = {"megatron": (4 * n + 2) * d, "megatron-sp": (5 * n + 2.5) * d,
+    table = {"megatron": (4 * n + 2) * d, "megatron-sp": (4 * n + 2) * d,
              "pairwise": n * (6 * d + 2 * kv + (g + 1) * f) + 2 * d, "btp": 2 * n * (5 + g) * r + 2 * d}
     return table.get(layout)
 
@@ -60,6 +70,24 @@ def elements(card: Mapping[str, Any], layout: str) -> float | None:
 def bytes_per_element(codec: str, group: int = GROUP) -> float | None:
     code = BYTES.get(codec)
     return None if code is None else code[0] + code[1] / group
+
+
+def once(card: Mapping[str, Any], layout: str) -> tuple[int, int]:
+    """Gradients summed once a step: (elements over all ranks, elements over the ranks that hold the same K/V head)."""
+    d, n, bias = card["hidden"], card["layers"], card["bias"]
+    replicated = (2 * n + 1) * d * (2 if card["norm"] == "layernorm" else 1) + n * d * (bool(bias["out"]) + bool(bias["ffn"]))
+    replicated += card["positions"] * d if card["position"] == "learned" else 0
+    shared = 2 * n * (d // card["heads"]) * (d + bool(bias["qkv"]))
+    table = {"megatron": (0, shared), "megatron-sp": (replicated, shared)}
+    return table.get(layout, (0, 0))
+
+
+def exact(card: Mapping[str, Any], tp: int, tokens: int, layout: str) -> float:
+    """Bytes one rank sends in a step that no codec touches (S above)."""
+    replicated, shared = once(card, layout)
+    elements = 3 * tokens + 1 + 4 * card["layers"] * tokens * bool(card["qk_norm"]) + replicated
+    copies = tp // min(tp, card["kv_heads"])
+    return 4 * (2 * (tp - 1) / tp * elements + 2 * (copies - 1) / copies * shared)
 
 
 def wire(card: Mapping[str, Any], tp: int, tokens: int, layout: str, codec: str) -> float | str:
@@ -71,7 +99,7 @@ def wire(card: Mapping[str, Any], tp: int, tokens: int, layout: str, codec: str)
         return f"no cost model for layout {layout}"
     if size is None:
         return f"no cost model for codec {codec}"
-    return 2 * (tp - 1) / tp * tokens * per_token * size
+    return 2 * (tp - 1) / tp * tokens * per_token * size + exact(card, tp, tokens, layout)
 
 
 def throughput(card: Mapping[str, Any], tp: int, seq: int, batch: int, *, factor: str, layout: str, codec: str, precision: str,

@@ -7,6 +7,7 @@
     band                 100 (min / mean - 1) and 100 (max / mean - 1) of the baseline's losses over its seeds
 
 A family is a case without its seed. `of` counts all its seeds, also failed ones and those not run: n of them have a loss.
+Records that ran with other versions of torch, triton or CUDA than the baseline's give no difference; `missing` says so.
 `place` is where the mean difference lies: below, inside or above the band (below: too good is a finding as well).
 """
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 from scipy import stats
 
-from suite.report.source import BASELINE, NOT_RUN, Entry, ReportError, columns, variant
+from suite.report.source import BASELINE, NOT_RUN, Entry, ReportError, apart, columns, variant
 
 METRICS = ("train_loss", "validation_loss")
 Key = tuple[tuple[str, str], ...]
@@ -97,6 +98,7 @@ class Comparison:
     metric: str
     losses: dict[int, float]
     differences: dict[int, float]  # seed -> %
+    apart: tuple[str, ...] = ()  # why seeds that have both losses have no difference
 
     @property
     def band(self) -> tuple[float, float] | None:
@@ -116,11 +118,14 @@ def compare(entries: Sequence[Entry]) -> list[Comparison]:
     for groups in families(entries).values():
         for key in sorted(groups):
             base = groups.get(baseline(key))
+            others = {e.case["seed"]: e for e in base.entries} if base else {}
+            why = {e.case["seed"]: apart(e, others[e.case["seed"]]) for e in groups[key].entries if e.case["seed"] in others}
             for metric in METRICS:
                 losses = groups[key].losses(metric)
                 reference = base.losses(metric) if base else {}
-                pairs = {s: 100 * (losses[s] / reference[s] - 1) for s in sorted(losses) if reference.get(s)}
-                rows.append(Comparison(groups[key], base, metric, losses, pairs))
+                both = [s for s in sorted(losses) if reference.get(s)]
+                pairs = {s: 100 * (losses[s] / reference[s] - 1) for s in both if why[s] is None}
+                rows.append(Comparison(groups[key], base, metric, losses, pairs, tuple(why[s] for s in both if why[s])))
     return rows
 
 
@@ -161,7 +166,8 @@ def summary_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
         del row["seed"]
         rows.append({
             **row, "metric": c.metric, "kind": kinds[0] if kinds else None,
-            "n": len(c.losses), "of": len({e.case["seed"] for e in c.family.entries}), "missing": "; ".join(c.family.lost) or None,
+            "n": len(c.losses), "of": len({e.case["seed"] for e in c.family.entries}),
+            "missing": "; ".join([*c.family.lost, *c.apart]) or None,
             "mean": fmean(c.losses.values()) if c.losses else None,
             "low": interval[0] if interval else None, "high": interval[1] if interval else None,
             "difference_n": len(differences), "difference_percent": fmean(differences) if differences else None,

@@ -1,6 +1,7 @@
 """References: committed records of named hardware, and the scoreboard of the README that is made from them.
 
     results/reference/<name>/environment.txt    hardware and exact versions, from the records' provenance
+    results/reference/<name>/overhead.json      what `triaxis overhead` measured there, where it did (suite.report.overhead)
     results/reference/<name>/runs/*.json        the records, as they were written
     results/reference/<name>/runs/*.loss.csv    their loss curves
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from suite.record import Record, RecordError, publish, read
-from suite.report import claims
+from suite.report import claims, overhead
 from suite.report.source import ReportError, entries
 from suite.report.verdict import machines
 from suite.report.write import markdown
@@ -49,13 +50,25 @@ def bring(run: Path, name: str, results: Path, replace: bool = False) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}.") as temporary:
         new = Path(temporary) / "new"
-        _copy(_folder(run, Path(temporary) / "archive"), new / "runs", run)
+        source = _folder(run, Path(temporary) / "archive")
+        _copy(source, new / "runs", run)
         records = [read(p) for p in sorted((new / "runs").glob("*.json"))]
         publish(new / "environment.txt", environment(records))
+        measured = _overhead(source, records[0].machine, results)
+        if measured:
+            overhead.read(measured)
+            shutil.copyfile(measured, new / overhead.FILE)
         if target.exists():
             shutil.rmtree(target)
         new.rename(target)
     return target
+
+
+def _overhead(source: Path, machine: str, results: Path) -> Path | None:
+    """The machine's measurement: of the archive, of the results that the run is in, or of ours."""
+    around = [overhead.path_of(machine, place) for place in (source.parent.parent, results)]
+    places = [*sorted(source.rglob(f"overhead/{machine}.json")), *around]
+    return next((p for p in places if p.is_file() and not p.is_symlink()), None)
 
 
 def _folder(run: Path, room: Path) -> Path:
@@ -70,7 +83,7 @@ def _folder(run: Path, room: Path) -> Path:
 
 
 def _copy(source: Path, target: Path, run: Path) -> None:
-    paths = sorted(p for p in source.rglob("*.json") if not p.is_symlink())
+    paths = sorted(p for p in source.rglob("*.json") if not p.is_symlink() and p.parent.name != "overhead")
     machines = sorted({read(p).machine for p in paths})
     if len(machines) != 1:
         raise ReportError(f"{run.name}: records of {', '.join(machines) or 'no machine'}: a reference holds those of one")
@@ -108,15 +121,15 @@ def scoreboard(results: Path, name: str, file: Path, workloads: Mapping[str, Wor
     mine = [e for e in entries(results, workloads) if e.origin == f"reference:{name}"]
     if not mine:
         raise ReportError(f"no reference {name!r} in {results.name}/reference")
-    rows = [o for o in claims.outcomes(claims.read(file), mine, workloads) if o.run]
+    rows = [o for o in claims.outcomes(claims.read(file), mine, workloads, overhead.overheads(results, mine)) if o.run]
     where = machines([e.record for e in mine if e.record]) or "hardware not recorded"
     failures = sum(e.status == "failed" for e in mine)
     head = f"**{name}**: {where}. {len(mine)} records, {failures} failed.\n\n"
     if not rows:
         return head + "It answers no claim yet.\n"
-    return head + markdown(("claim", "statement", "paper", "ours", "kind", "verdict", "rerun"), (
-        (o.claim["id"], o.claim["statement"], o.claim["paper_value"], claims.ours(o), o.kind, f"{o.verdict}, setting: {o.setting}",
-         f"`triaxis run {o.cases[0]}`") for o in rows))
+    return head + markdown(("claim", "statement", "aim", "ours", "kind", "verdict", "rerun"), (
+        (o.claim["id"], o.claim["statement"], claims.aim(o.claim), claims.ours(o), o.kind,
+         f"{o.verdict}{f' ({o.note})' if o.note else ''}, setting: {o.setting}", claims.rerun(o)) for o in rows))
 
 
 def block(results: Path, file: Path, workloads: Mapping[str, Workload]) -> str:

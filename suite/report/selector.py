@@ -25,6 +25,11 @@ FIELDS = {  # column -> the fields of the case behind it
 LEAVES = frozenset(leaves(Case(model="any").row()))
 
 
+def fits(pattern: str, value: str) -> bool:
+    """Whether one of the pattern's alternatives is the value."""
+    return any(fnmatchcase(value, p) for p in pattern.split("|"))
+
+
 @dataclass(frozen=True)
 class Selector:
     """Parsed by `parse`. `terms`: key -> pattern with its alternatives."""
@@ -35,11 +40,10 @@ class Selector:
         values = {**entry.flat, **{k: text(v) for k, v in columns(entry).items()}}
         for key, pattern in self.terms.items():
             if key == "comm":
-                found = [all(fnmatchcase(values[k], p) for k in COMM) for p in pattern.split("|")]
+                found = any(all(fnmatchcase(values[k], p) for k in COMM) for p in pattern.split("|"))
             else:
-                options = values[key].split("+") if key == "workload" else [values[key]]
-                found = [fnmatchcase(v, p) for v in options for p in pattern.split("|")]
-            if not any(found):
+                found = any(fits(pattern, v) for v in (values[key].split("+") if key == "workload" else [values[key]]))
+            if not found:
                 return False
         return True
 
@@ -70,7 +74,7 @@ def free(numerator: Selector, denominator: Selector) -> frozenset[str]:
 
 
 def pairs(top: Sequence[Entry], bottom: Sequence[Entry], may_differ: frozenset[str]) -> list[tuple[Entry, Entry]]:
-    """Each numerator with its denominator; those without one are left out. Raises ValueError where two would fit."""
+    """Each numerator with its denominator; those without one are left out, see `alone`. Raises ValueError where two would fit."""
     def fixed(entry: Entry) -> tuple[tuple[str, str], ...]:
         return tuple((k, v) for k, v in sorted(entry.flat.items()) if k not in may_differ)
 
@@ -84,3 +88,10 @@ def pairs(top: Sequence[Entry], bottom: Sequence[Entry], may_differ: frozenset[s
             raise ValueError(f"{entry.id} fits two denominators, {fits[0].id} and {fits[1].id}: name more keys")
         found += [(entry, other) for other in fits]
     return found
+
+
+def alone(top: Sequence[Entry], bottom: Sequence[Entry], found: Sequence[tuple[Entry, Entry]]) -> list[str]:
+    """Why each entry that is in none of the pairs found is in none: what a comparison must count as lost."""
+    paired = {e.id for pair in found for e in pair}
+    return [f"{e.id}: no {missing} here" for side, missing in ((top, "denominator"), (bottom, "numerator"))
+            for e in side if e.id not in paired]

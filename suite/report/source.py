@@ -29,6 +29,7 @@ from suite.workload import FOLDER, SIZES, Workload, WorkloadError, load_all
 
 RUN = "run"
 NOT_RUN = "not run"
+TOOLS = ("torch", "triton", "cuda")  # two numbers are compared only where these versions agree
 WIRE = {"wire_bytes": None, "wire_bytes_counted": "counted", "wire_bytes_modelled": "modelled"}
 
 
@@ -167,6 +168,16 @@ def commit(record: Record) -> str:
     """The commit it was run from, `+` behind it where the checkout differed; `unknown` without one."""
     git = record.provenance.get("git") or {}
     return f"{git.get('commit') or 'unknown'}{'+' if git.get('dirty') else ''}"
+
+
+def apart(one: Entry, other: Entry) -> str | None:
+    """Why two records cannot be compared: the first version that differs, named on both sides. None where all agree."""
+    known = [(e.record.provenance.get("versions") or {}) if e.record else {} for e in (one, other)]
+    for tool in TOOLS:
+        mine, theirs = (versions.get(tool) for versions in known)
+        if mine != theirs:
+            return f"{one.id} ran with {tool} {mine or 'unknown'}, {other.id} with {theirs or 'unknown'}"
+    return None
 
 
 def _where(workloads: Mapping[str, Workload]) -> dict[str, tuple[str, str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from suite.record import Record, RecordError, publish
-from suite.report import claims
+from suite.report import claims, overhead
 from suite.report.source import NOT_RUN, RUN, Entry, ReportError, entries, started
 from suite.report.write import markdown
 from suite.workload import Workload, WorkloadError, load_all
@@ -106,7 +106,8 @@ def write(results: Path, folder: Path, file: Path) -> Path:
     try:
         workloads = load_all(folder)
         found = entries(results, workloads)
-        text = page(found, claims.outcomes(claims.read(file), found, workloads), workloads)
+        rows = claims.outcomes(claims.read(file), found, workloads, overhead.overheads(results, found))
+        text = page(found, rows, workloads)
     except (ReportError, RecordError, WorkloadError, OSError) as error:
         text = f"# Verdict\n\nNo verdict: {error}\n"
     path = results / "tables" / "verdict.md"
