@@ -84,7 +84,7 @@ def test_foundation_claims_have_their_cases(tmp_path):
     found = claims.outcomes(mine, entries(tmp_path, known), known)
     assert len(found) == len(mine) == 12
     assert [(o.verdict, o.n) for o in found if o.value != 1.0 or o.n != o.of or o.setting != "same"] == []
-    assert [o.n for o in found] == [1] * 9 + [2] * 2
+    assert [o.n for o in found] == [1] * 10 + [2] * 2
 
 
 def test_no_foundation_claim_loses_a_pair_to_its_own_selectors():
