@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,20 +50,27 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Launch:
-    """arguments: tensors, numbers or None (left out of the kernel), by name; constants: its tl.constexpr."""
+    """arguments: tensors, numbers or None (left out of the kernel), by name; constants: its tl.constexpr, and those of
+    `by_arch`, functions of the architecture (0 in the interpreter)."""
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: Mapping[str, Any]
     constants: Mapping[str, Any]
     warps: int = 4
+    by_arch: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.warps, enable_fp_fusion=False)
+        constants = self.constants_at(_present() if self.by_arch else 0)
+        self.kernel[self.grid](**self.arguments, **constants, num_warps=self.warps, enable_fp_fusion=False)
 
-    def signature(self) -> tuple[dict[str, str], dict[str, Any], list[str]]:
+    def constants_at(self, arch: int) -> dict[str, Any]:
+        """All of the kernel's tl.constexpr on an architecture."""
+        return {**self.constants, **{name: value(arch) for name, value in self.by_arch.items()}}
+
+    def signature(self, arch: int = 0) -> tuple[dict[str, str], dict[str, Any], list[str]]:
         """(type by name, constants by name, names that divide by 16), as Triton's own launcher would derive them."""
-        types, constants, wide = {}, dict(self.constants), []
+        types, constants, wide = {}, self.constants_at(arch), []
         for param in self.kernel.params:
             value = constants[param.name] if param.is_constexpr else self.arguments[param.name]
             types[param.name] = "constexpr"
@@ -88,12 +95,20 @@ class Launch:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        types, constants, wide = self.signature()
+        types, constants, wide = self.signature(arch)
         attributes = {(self.kernel.arg_names.index(name),): [["tt.divisibility", ALIGNED]] for name in wide}
         source = ASTSource(self.kernel, types, constants, attributes)
         made = triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": self.warps, "enable_fp_fusion": fusion})
         code = made.asm["cubin"]
         return Compiled(*_resources(code), made.metadata.shared, made.asm["ttir"], made.asm["ptx"], code)
+
+
+def _present() -> int:
+    """The architecture of the current GPU, 0 where there is none."""
+    if not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 def _dump(cubin: bytes, what: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import adamw, cross_entropy, reference, swiglu
+from kernels import adamw, cross_entropy, reference, swiglu, taco, taco_reference
 from kernels.launch import TYPES, Compiled, Launch
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -27,7 +27,8 @@ BF16, FLOAT32 = torch.bfloat16, torch.float32
 @dataclass(frozen=True)
 class Entry:
     """function and reference take what `inputs` makes, by name; those that work in place return None. traffic: bytes that
-    one call must move between memory and the chip. aligned: every row starts at a multiple of 16 elements."""
+    one call must move between memory and the chip. aligned: every row starts at a multiple of 16 elements. registers: at most
+    so many a thread."""
 
     name: str
     function: Callable
@@ -36,6 +37,7 @@ class Entry:
     launch: Callable[..., Launch]
     traffic: int
     aligned: bool = True
+    registers: int = 64
 
     def inputs(self, device: str, seed: int = 0) -> dict[str, Any]:
         """New arguments, the same for the same device and seed; on `meta` shapes and dtypes alone."""
@@ -94,16 +96,76 @@ def step_inputs(shape: tuple[int, ...], dtype: torch.dtype, states: torch.dtype,
 def _cross_entropy(model: str, tokens: int, width: int, valid: int, dtype: torch.dtype) -> list[Entry]:
     name, size, aligned = f"{model}-{tokens}x{width}-{TYPES[dtype]}", tokens * width * dtype.itemsize, width % 16 == 0
     shape = tokens, width, valid, dtype
+    registers = 64 if aligned else 128
     return [Entry(f"cross_entropy.statistics/{name}", cross_entropy.statistics, reference.cross_entropy_statistics,
-                  partial(_statistics, *shape), _statistics_launch, size, aligned),
+                  partial(_statistics, *shape), _statistics_launch, size, aligned, registers),
             Entry(f"cross_entropy.gradient/{name}", cross_entropy.gradient, reference.cross_entropy_gradient,
-                  partial(_gradient, *shape), cross_entropy.gradient_launch, 2 * size, aligned)]
+                  partial(_gradient, *shape), cross_entropy.gradient_launch, 2 * size, aligned, registers)]
 
 
 def _adamw(model: str, rows: int, columns: int, dtype: torch.dtype, states: torch.dtype) -> Entry:
+    aligned = rows * columns % 16 == 0
     traffic = rows * columns * (3 * dtype.itemsize + 4 * states.itemsize)
     return Entry(f"adamw.step/{model}-{rows}x{columns}-{TYPES[dtype]}-{TYPES[states]}", adamw.step, reference.adamw_step,
-                 partial(step_inputs, (rows, columns), dtype, states), adamw.step_launch, traffic, rows * columns % 16 == 0)
+                 partial(step_inputs, (rows, columns), dtype, states), adamw.step_launch, traffic, aligned, 64 if aligned else 128)
+
+
+def codec_inputs(numel: int, dtype: torch.dtype, ranks: int, group: int, options: dict[str, Any], device: str,
+                 seed: int) -> dict[str, Any]:
+    """For ranks 0 what `encode` takes, for 1 `decode`, for more `total` and `reduce` take: wires hold normal values."""
+    size = taco_reference.nbytes(numel, group, options.get("mode", "lean"))
+    if not ranks:
+        x = _normal((1, numel), dtype, device, seed)
+        return {"x": x, "group": group, "out": torch.empty(1, size, dtype=torch.uint8, device=device), **options}
+    if device == "meta":
+        wires = torch.empty(ranks, size, dtype=torch.uint8, device=device)
+    else:
+        wires = taco_reference.taco_encode(_normal((ranks, numel), torch.float32, device, seed), group, **options)
+    return {"wires": wires, "group": group, "out": torch.empty(numel, dtype=dtype, device=device), **options}
+
+
+def _decode_inputs(*shape) -> dict[str, Any]:
+    given = codec_inputs(*shape)
+    return {"wire": given.pop("wires"), **given, "out": given["out"][None]}
+
+
+def _reduce_inputs(*shape) -> dict[str, Any]:
+    given = codec_inputs(*shape)
+    return given | {"out": torch.empty_like(given["wires"][0])}
+
+
+def _encode_launch(x: Tensor, out: Tensor, group: int, **options) -> Launch:
+    return taco.encode_launch(x, out, group, **options)
+
+
+def _decode_launch(wire: Tensor, out: Tensor, group: int, **options) -> Launch:
+    return taco.decode_launch(wire, out, group, **options)
+
+
+def _total_launch(wires: Tensor, out: Tensor, group: int, **options) -> Launch:
+    return taco.decode_launch(wires, out[None], group, stripes=len(wires), **options)
+
+
+def _reduce_launch(wires: Tensor, out: Tensor, group: int, hadamard: bool = True, **options) -> Launch:
+    return taco.reduce_launch(wires, out, group, **options)
+
+
+def _taco(numel: int, dtype: torch.dtype, group: int, **options) -> list[Entry]:
+    """One message of each kind: encode, decode, the sum of two ranks, the sum of 2 and 8 ranks encoded again."""
+    mode, plain = options.get("mode", "lean"), numel * dtype.itemsize
+    size = taco_reference.nbytes(numel, group, mode)
+    name = f"{numel >> 20}Mi-{TYPES[dtype]}-g{group}" + "".join(f"-{k}={v}" for k, v in options.items())
+    shape = numel, dtype
+
+    def entry(what: str, ranks: int, make: Callable, launch: Callable, traffic: int) -> Entry:
+        label = f"taco.{what}/{name}" + (f"-n{ranks}" if ranks > 1 else "")
+        return Entry(label, getattr(taco, what), getattr(taco_reference, f"taco_{what}"),
+                     partial(make, *shape, ranks, group, options), launch, traffic, True, 255)
+
+    return [entry("encode", 0, codec_inputs, _encode_launch, plain + size),
+            entry("decode", 1, _decode_inputs, _decode_launch, plain + size),
+            entry("total", 2, codec_inputs, _total_launch, plain + 2 * size),
+            *(entry("reduce", n, _reduce_inputs, _reduce_launch, (n + 1) * size) for n in (2, 8))]
 
 
 def swiglu_inputs(tokens: int, width: int, dtype: torch.dtype, device: str, seed: int) -> dict[str, Any]:
@@ -117,7 +179,8 @@ def _swiglu_launch(gu: Tensor, dz: Tensor) -> Launch:
 
 def _swiglu(model: str, tokens: int, width: int, dtype: torch.dtype) -> Entry:
     return Entry(f"swiglu.backward/{model}-{tokens}x{width}-{TYPES[dtype]}", swiglu.backward, reference.swiglu_backward,
-                 partial(swiglu_inputs, tokens, width, dtype), _swiglu_launch, 5 * tokens * width * dtype.itemsize, width % 16 == 0)
+                 partial(swiglu_inputs, tokens, width, dtype), _swiglu_launch, 5 * tokens * width * dtype.itemsize, width % 16 == 0,
+                 64 if width % 16 == 0 else 128)
 
 
 ENTRIES = [
@@ -135,4 +198,9 @@ ENTRIES = [
     _swiglu("qwen2.5-0.5b", 16384, 4864, BF16),
     _swiglu("qwen2.5-0.5b", 16384, 4864, FLOAT32),
     _swiglu("odd", 37, 1003, BF16),
+    *(entry for group in taco_reference.GROUPS for entry in _taco(1 << 25, BF16, group)),
+    *_taco(1 << 25, BF16, 128, hadamard=False),
+    *_taco(1 << 25, FLOAT32, 128),
+    *_taco(1 << 25, BF16, 128, mode="paper"),
+    *_taco(1 << 25, BF16, 128, format="e5m2"),
 ]

@@ -35,17 +35,45 @@ class Parameters(Row):
     residual: Literal["bfloat16", "float32"] = "bfloat16"  # of the residual stream; float32 is what autocast leaves it in
 
 
-class Group(Row):
-    group: int = Field(128, ge=1)  # elements that share one scale
+class Encoded(Row):
     min_bytes: int = Field(0, ge=0)  # smaller messages cross uncompressed
     algorithm: Literal["auto", "one-shot", "two-shot"] = "auto"
+
+
+class Group(Encoded):
+    group: int = Field(128, ge=1)  # elements that share one scale
+
+
+class Hadamard(Encoded):
+    group: Literal[32, 64, 128, 256, 512] = 128  # elements that are transformed together and share one scale
+
+
+class Taco(Hadamard):
+    mode: Literal["lean", "paper", "coarse"] = "lean"  # which scales are sent
+    hadamard: bool = True
+    alpha: bool = True
+    format: Literal["e4m3", "e5m2"] = "e4m3"
+    target: float | None = Field(None, gt=0)  # the largest code; none: the format's largest number
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    axis: Literal["hidden", "token"] = "hidden"  # along which a group lies
+    fused: bool = True  # one kernel on a GPU, else plain torch
+
+    @model_validator(mode="after")
+    def fitting(self) -> Taco:
+        top = {"e4m3": 448.0, "e5m2": 57344.0}[self.format]
+        if self.target is not None and self.target > top:
+            raise ValueError(f"target: {self.target:g} is above {top:g}, the largest number of {self.format}")
+        if self.mode == "lean" and not self.alpha:
+            raise ValueError("alpha: false needs mode: paper or coarse (lean sends one multiplier a group, in which alpha cancels)")
+        return self
 
 
 # axis -> value -> its options. A new value is one entry file and one line here.
 AXES: dict[str, dict[str, type[Row]]] = {
     "factor": {"dense": NoOptions},
     "layout": {"megatron": Recompute, "megatron-sp": Recompute},
-    "comm": {"bf16": NoOptions, "fp32": NoOptions, "fp64": NoOptions, "int8": Group, "fp8": Group},
+    "comm": {"bf16": NoOptions, "fp32": NoOptions, "fp64": NoOptions, "int8": Group, "fp8": Group, "taco": Taco,
+             "int8-hadamard": Hadamard, "int8-tensor": Encoded, "fp8-cast": Encoded, "tahquant": Group},
     "precision": {"bf16": Parameters, "float32": NoOptions, "float64": NoOptions},
 }
 

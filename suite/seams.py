@@ -29,7 +29,8 @@ Site = tuple[int, str]  # (layer, linear map): names a product in noise, masks, 
 class Key:
     """Noise = Philox(key, site, operand, global element index). No process rank: replicas agree.
 
-    `site` and `way` are filled in by the wire for what codecs draw, so that no two messages of a micro-batch share noise.
+    `site`, `way` and `operand` are filled in by the wire for what codecs draw, so that no two messages of a micro-batch share
+    noise; of a partial sum the operand says whose, so that errors of partial sums are independent.
     """
 
     seed: int = 0
@@ -38,6 +39,7 @@ class Key:
     dp: int = 0
     site: Site = (0, "")
     way: Way = "forward"
+    operand: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ class Codec(Protocol):
 
     `native`: the dtype that the transport itself can add and ship (such a codec needs no method below `nbytes`), or None
     where only bytes cross. Optional: `name`, `group` (elements that the wire pads a row to a multiple of), `min_bytes`
-    (messages that are smaller in bf16 cross in bf16), `algorithm` (auto, one-shot, two-shot), `nonfinite` (a count).
+    (messages that are smaller in bf16 cross in bf16), `algorithm` (auto, one-shot, two-shot), `nonfinite` (a count),
+    `nonfinite_at` (counts by site and operand), `axis` (token: the wire moves the last dimension first before it cuts rows).
     Rows are what one rank gets: encode and decode take [n] and [r, n], and the bytes of a row may lie at any offset.
     """
 

@@ -148,6 +148,12 @@ class Trainer:
         for wire in (self.assembled.tp, self.assembled.dp):
             wire.key = key
 
+    def nonfinite(self) -> str:
+        """The first message of this rank that held a NaN or Inf when it was encoded, for people; empty where none did."""
+        found = self.assembled.tp.nonfinite_at if self.assembled else {}
+        named = [f"; NaN or Inf in layer {layer}, {name}, {operand}" for ((layer, name), operand), count in found.items() if count]
+        return named[0] if named else ""
+
     def _mean(self, loss: Tensor) -> Tensor:
         """Mean over replicas."""
         dp = self.assembled.dp
@@ -177,10 +183,13 @@ def execute(case: Case, mesh: Mesh, *, progress: Callable[..., None], folder: Pa
         first, outcome.losses = checkpoint.resume() if checkpoint else (0, [])
         _synchronise(mesh)
         outcome.phases["setup"] = time.perf_counter() - started
-        if case.measure == "loss":
-            _loss_run(case, trainer, outcome, progress, first, checkpoint)
-        else:
-            _speed_run(case, trainer, outcome, progress, folder)
+        try:
+            if case.measure == "loss":
+                _loss_run(case, trainer, outcome, progress, first, checkpoint)
+            else:
+                _speed_run(case, trainer, outcome, progress, folder)
+        except CaseFailed as failure:
+            raise CaseFailed(f"{failure}{trainer.nonfinite()}") from None
         outcome.facts["deterministic"] = torch.are_deterministic_algorithms_enabled() and not warned
         outcome.facts["nondeterministic"] = sorted(warned)
         outcome.facts["data_digest"] = trainer.digest

@@ -37,9 +37,9 @@ from kernels.registry import ENTRIES, Entry, compile, logits_and_targets, step_i
 
 
 def distinct() -> list[Entry]:
-    """One entry of each kernel, types and hints: the rest compile to the same."""
+    """One entry of each kernel, types and hints: the rest compile to the same. The codec's are compiled in test_taco_kernels.py."""
     return list({(e.function.__qualname__, e.function.__module__, str(e.launch(**e.inputs("meta")).signature())): e
-                 for e in reversed(ENTRIES)}.values())
+                 for e in reversed(ENTRIES) if e.function.__module__ != "kernels.taco"}.values())
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -47,7 +47,7 @@ def test_every_entry_compiles_without_spills(arch):
     for entry in distinct():
         made = compile(entry, arch)
         assert made.spills == 0, entry.name
-        assert 16 <= made.registers <= (64 if entry.aligned else 128), (entry.name, made)
+        assert 16 <= made.registers <= entry.registers, (entry.name, made)
 
 
 @pytest.mark.parametrize("entry", [e for e in distinct() if e.aligned], ids=lambda e: e.name)
@@ -62,9 +62,10 @@ def test_names_are_unique_and_traffic_is_what_the_arguments_hold():
     assert len({e.name for e in ENTRIES}) == len(ENTRIES)
     for entry in ENTRIES:
         size = {name: x.numel() * x.element_size() for name, x in entry.inputs("meta").items() if isinstance(x, Tensor)}
-        passes = {"statistics": {"logits": 1}, "gradient": {"logits": 2}, "backward": {"gu": 2, "dz": 1},
+        codec = {name: {"x": 1, "wire": 1, "wires": 1, "out": 1} for name in ("encode", "decode", "total", "reduce")}
+        passes = codec | {"statistics": {"logits": 1}, "gradient": {"logits": 2}, "backward": {"gu": 2, "dz": 1},
                   "step": {"param": 2, "grad": 1, "exp_avg": 2, "exp_avg_sq": 2}}[entry.function.__name__]
-        assert entry.traffic == sum(size[name] * n for name, n in passes.items()), entry.name
+        assert entry.traffic == sum(size.get(name, 0) * n for name, n in passes.items()), entry.name
 
 
 def test_what_changes_each_step_compiles_nothing_anew():
@@ -284,8 +285,10 @@ def test_adamw_reaches_past_2_to_the_31_elements():
 @pytest.mark.parametrize("entry", [e for e in ENTRIES if "embed" not in e.name], ids=lambda e: e.name)
 def test_the_launcher_compiles_what_is_compiled_without_a_gpu(entry):
     launch = entry.launch(**entry.inputs("cuda"))
-    made = launch.kernel[launch.grid](**launch.arguments, **launch.constants, num_warps=launch.warps, enable_fp_fusion=False)
     major, minor = torch.cuda.get_device_capability()
-    want = compile(entry, 10 * major + minor)
+    arch = 10 * major + minor
+    made = launch.kernel[launch.grid](**launch.arguments, **launch.constants_at(arch), num_warps=launch.warps,
+                                      enable_fp_fusion=False)
+    want = compile(entry, arch)
     assert (made.n_regs, made.n_spills, made.metadata.shared) == (want.registers, 0, want.shared)
     assert made.asm["ptx"] == want.ptx

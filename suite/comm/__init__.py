@@ -6,6 +6,8 @@
     transport.py  the only file that calls torch.distributed's collectives
     counter.py    what crossed: `suite.record.Traffic` rows and a ledger of messages
     audit.py      sees every collective below the seam and compares it with the counter
+    nonfinite.py  counts of NaN and Inf by site, shared by byte codecs
     native.py     shared by codecs that are a cast: bf16.py, fp32.py, fp64.py
-    grouped.py    shared by codecs with one scale a group: int8.py, fp8.py
+    grouped.py    shared by codecs with scales a group: int8.py, fp8.py, int8_hadamard.py, int8_tensor.py, fp8_cast.py, tahquant.py
+    taco.py       the paper's codec
 """

@@ -11,7 +11,7 @@ all-reduce in its own dtype: whole in one shot; in two shots each rank adds up o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -114,7 +114,7 @@ def _two_shot(transport: Transport, codec: Codec, x: Tensor, exact: Tensor | Non
     def finish() -> tuple[Tensor, Tensor | None]:
         wires = handle.wait()
         mine = torch.empty_like(wires[0])
-        codec.reencode(wires[:, :size].unbind(), width, mine[:size], key)
+        codec.reencode(wires[:, :size].unbind(), width, mine[:size], replace(key, operand=f"{key.operand} sum"))
         if exact is not None:
             mine[size:].copy_(_ordered_sum(_read(wires[:, size:], exact.dtype)).view(torch.uint8))
         sums = transport.all_gather(mine).wait()

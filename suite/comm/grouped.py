@@ -1,4 +1,4 @@
-"""Shared by byte codecs with one float32 scale a group: grouping, padding, byte views, sums. int8.py and fp8.py say the numbers.
+"""Shared by byte codecs with float32 scales a group: grouping, padding, byte views, sums. int8.py and fp8.py say the numbers.
 
 A row of n elements is cut into ceil(n / group) groups, the last one filled up with zeros:
     wire of a row = [codes of all groups, 1 B each | scales, 4 B each]        (1 + 4 / group) B per element
@@ -13,24 +13,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from suite.comm.nonfinite import Nonfinite
 from suite.seams import Key
 
 ALGORITHMS = ("auto", "one-shot", "two-shot")
 
 
-class Grouped:
-    """A codec whose codes are one byte. A value of it gives `name`, `top` (largest code) and the two casts."""
+class Grouped(Nonfinite):
+    """A value of it gives `name`, `top` (largest code) and the two casts of one-byte codes, or a `quantise` of its own."""
 
     native = None
     name: str
     top: float
+    fields = 1  # float32 numbers sent with a group
 
     def __init__(self, group: int = 128, min_bytes: int = 0, algorithm: str = "auto") -> None:
         if group < 1 or min_bytes < 0 or algorithm not in ALGORITHMS:
             raise ValueError(f"comm {self.name}: group {group}, min_bytes {min_bytes}, algorithm {algorithm!r}: expected "
                              f"at least 1, at least 0, one of {', '.join(ALGORITHMS)}")
         self.group, self.min_bytes, self.algorithm = group, min_bytes, algorithm
-        self._bad: dict[torch.device, Tensor] = {}
+        super().__init__()
         self._compiled: dict[str, Callable] = {}
 
     def to_codes(self, y: Tensor) -> Tensor:
@@ -42,18 +44,18 @@ class Grouped:
         raise NotImplementedError
 
     @property
-    def nonfinite(self) -> int:
-        """Groups with a NaN or Inf encoded so far (waits for the device)."""
-        return sum(int(n) for n in self._bad.values())
+    def width(self) -> int:
+        """Bytes of a group's codes."""
+        return self.group
 
     def nbytes(self, numel: int) -> int:
-        return -(-numel // self.group) * (self.group + 4)
+        return -(-numel // self.group) * (self.width + 4 * self.fields)
 
     def encode(self, x: Tensor, out: Tensor, key: Key) -> None:
         """x [..., n] of any float dtype -> out [..., nbytes(n)] uint8."""
         groups = self._groups(x)
         codes, scales = self._on(x.device, "quantise", groups)
-        self._write(codes, scales, out)
+        self._write(codes, scales, out, key)
 
     def decode(self, wire: Tensor, out: Tensor) -> None:
         """wire [..., nbytes(n)] uint8 -> out [..., n] of any float dtype."""
@@ -71,11 +73,14 @@ class Grouped:
         if numel % self.group:
             raise ValueError(f"comm {self.name}: reencode: {numel} elements are no whole groups of {self.group}")
         codes, scales = self._on(out.device, "requantise", *self._split_all(wires))
-        self._write(codes, scales, out)
+        self._write(codes, scales, out, key)
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """float32 [..., g, group] -> codes uint8 of that shape, scales [..., g]."""
-        peak = x.abs().amax(-1)
+        return self.quantise_by(x, x.abs().amax(-1))
+
+    def quantise_by(self, x: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
+        """`quantise` with the largest magnitudes [..., g] given."""
         scales = torch.where(torch.isfinite(peak), peak / self.top, torch.nan)
         steps = torch.where(scales > 0, scales, torch.inf)[..., None]  # NaN > 0 is false: such codes are 0, their scale says it
         y = torch.where(torch.isfinite(x), x / steps, 0.0).clamp(-self.top, self.top)
@@ -93,6 +98,10 @@ class Grouped:
     def requantise(self, codes: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return self.quantise(self.total(codes, scales))
 
+    def bad(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """How many groups held a NaN or Inf."""
+        return torch.isnan(scales).sum()
+
     def _on(self, device: torch.device, method: str, *arguments):
         """Runs one of the four above, fused by torch.compile on a GPU: eager would pass over memory ten times."""
         if device.type != "cuda":
@@ -106,18 +115,19 @@ class Grouped:
         x = F.pad(x, (0, -n % self.group)) if n % self.group else x
         return x.reshape(*x.shape[:-1], -1, self.group).to(torch.float32)
 
-    def _write(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-        n = codes.shape[-2] * self.group
+    def _write(self, codes: Tensor, scales: Tensor, out: Tensor, key: Key) -> None:
+        n = codes.shape[-2] * codes.shape[-1]
         out[..., :n].copy_(codes.flatten(-2))
-        out[..., n:].copy_(scales.contiguous().view(torch.uint8))
-        bad = torch.isnan(scales).sum()
-        self._bad[out.device] = self._bad[out.device] + bad if out.device in self._bad else bad
+        if self.fields:
+            out[..., n:].copy_(scales.contiguous().view(torch.uint8).view(out[..., n:].shape))
+        self.counter(out.device, key).add_(self.bad(codes, scales))
 
     def _split(self, wire: Tensor) -> tuple[Tensor, Tensor]:
-        groups = wire.shape[-1] // (self.group + 4)
-        n = groups * self.group
+        groups = wire.shape[-1] // (self.width + 4 * self.fields)
+        n = groups * self.width
         scales = wire[..., n:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # its bytes may lie anywhere
-        return wire[..., :n].unflatten(-1, (groups, self.group)), scales
+        scales = scales if self.fields <= 1 else scales.unflatten(-1, (groups, self.fields))
+        return wire[..., :n].unflatten(-1, (groups, self.width)), scales
 
     def _split_all(self, wires: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         pairs = [self._split(wire) for wire in wires]

@@ -73,6 +73,14 @@ class Wire:
         """Groups with a NaN or Inf that byte codecs of this wire encoded so far."""
         return sum(int(getattr(c, "nonfinite", 0)) for c in {id(c): c for c in self.codecs.values()}.values())
 
+    @property
+    def nonfinite_at(self) -> dict[tuple[Site, str], int]:
+        """The same by (site, operand), in the order in which messages were first sent, where codecs tell it."""
+        found: dict[tuple[Site, str], int] = {}
+        for codec in {id(c): c for c in self.codecs.values()}.values():
+            found |= getattr(codec, "nonfinite_at", {})
+        return found
+
     def run(self, op: Op, x: Tensor, *, dim: int = 0, exact: Tensor | None = None, site: Site = (0, ""), way: Way = "forward",
             purpose: str = "activations", key: Key | None = None) -> Result:
         """Sends and waits; see `start`."""
@@ -106,7 +114,7 @@ class Wire:
                 value = self._native(op, x, dim, codec, name, way, purpose)
                 statistic = self._sum_exact(exact, way)
                 return Pending(lambda: (value(), statistic()))
-            key = replace(key or self.key, site=(int(site[0]), site[1]), way=way)
+            key = replace(key or self.key, site=(int(site[0]), site[1]), way=way, operand=f"{op} {self.index}")
             return Pending(self._bytes(op, x, dim, exact, codec, way, purpose, key))
 
     def barrier(self) -> None:
@@ -164,6 +172,9 @@ class Wire:
     def _bytes(self, op: Op, x: Tensor, dim: int, exact: Tensor | None, codec: Codec, way: Way, purpose: str,
                key: Key) -> Callable[[], Result]:
         statistic, elements = None, x.numel()
+        across = getattr(codec, "axis", "hidden") == "token" and x.dim() > 1
+        if across:
+            x, dim = x.movedim(-1, 0), (dim + 1) % x.dim()
         if op == "all_reduce":
             exact = None if exact is None else exact.contiguous()
             flight = bytewise.all_reduce(self.transport, codec, x, exact, key)
@@ -180,9 +191,13 @@ class Wire:
         if flight.exact_payload:
             self.counter.add(**common, codec="exact", dtype=_word(exact.dtype), purpose="statistic", elements=exact.numel(),
                              payload_bytes=flight.exact_payload, wire_bytes=flight.exact_sent, calls=0)
-        if statistic is None:
-            return flight.finish
-        return lambda: (flight.finish()[0], statistic())
+
+        def finish() -> Result:
+            y, total = flight.finish()
+            y = y.movedim(0, -1).contiguous() if across else y
+            return y, total if statistic is None else statistic()
+
+        return finish
 
     def _count(self, op: Op, codec: str, dtype: torch.dtype, elements: int, payload: int, way: Way, purpose: str) -> None:
         self.counter.add(group=self.name, way=way, op=op, codec=codec, dtype=_word(dtype), purpose=purpose, kind="modelled",

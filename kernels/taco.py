@@ -1,0 +1,316 @@
+"""TACO's codec as fused kernels: one pass over memory for encode, decode, sum and reduce; formulas in kernels/taco_reference.py.
+
+    encode   x [r, n] -> wires [r, b]              read, transform, scale, codes: 2 + 1.03 B an element of bfloat16 at G = 128
+    decode   wires [r, b] -> x [r, n]
+    total    wires [p, b] -> Σ of their rows [n]   in float32 and rank order
+    reduce   wires [p, b] -> wire [b]              codes summed in float32 and rank order, encoded anew: H is linear, so
+                                                   there is no transform at all
+
+A program holds a tile of whole groups, [ROWS, G], and takes the next one `programs` further on. H is done in one of two ways:
+    butterfly   a + b, a - b over strides 1, 2, ..., G/2 in float32: the reference's bits
+    product     tiles times the constant ±1 matrix of min(G, 128) on tensor cores (exact inputs, float32 sums), then the
+                butterflies of the remaining strides: for bfloat16 values and codes, which that format holds exactly. The
+                order of its sums is the hardware's: at most a code in 10,000 differs, by one step
+Mode coarse has one scale a row and so two passes: each group's alpha and the row's largest |y|, then the codes.
+
+Below sm_89 codes are made in integer arithmetic (kernels/float8.py). The parts of a program stand in kernels/taco_tile.py.
+"""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.float8 import from_code
+from kernels.launch import Launch
+from kernels.taco_reference import FORMATS, checked, groups_of, nbytes
+from kernels.taco_tile import COARSE, LEAN, butterflies, factors, matrix, product, scales, write
+
+# elements a program holds at a time: where there is a product, where there is none, where registers would not suffice
+TILE, TILE_PLAIN, TILE_SMALL = 8192, 4096, 2048
+WARPS = 8
+STAGES = 3  # tiles under way
+PER_PROCESSOR = 2  # programs a multiprocessor
+WIDEST = 128  # of the matrix in a product
+HARDWARE = 89  # the architecture from which E4M3 is converted by an instruction
+DTYPES = (torch.bfloat16, torch.float32)
+MODES = {"lean": 0, "paper": 1, "coarse": 2}
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "rows", "n", "groups"])
+def encode_kernel(x, wire, bad, peaks, seed_low, seed_high, rows, n, groups, x_stride, wire_stride, ROWS: tl.constexpr,
+                  G: tl.constexpr, LOG_G: tl.constexpr, K: tl.constexpr, LOG_K: tl.constexpr, HADAMARD: tl.constexpr,
+                  PRODUCT: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, MODE: tl.constexpr,
+                  SECOND: tl.constexpr, ALPHA: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr, BITS: tl.constexpr,
+                  LOWEST: tl.constexpr, CHANCE: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr):
+    h = matrix(K, WIDE) if PRODUCT else 0
+    tiles = tl.cdiv(groups, ROWS)
+    lane = tl.arange(0, G)[None, :]
+    for tile in tl.range(tl.program_id(0), rows * tiles, tl.num_programs(0), num_stages=STAGES):
+        row = (tile // tiles).to(tl.int64)
+        start = tile % tiles * ROWS
+        place = start + tl.arange(0, ROWS)
+        inside = place < groups
+        offset = start.to(tl.int64) * G + (tl.arange(0, ROWS)[:, None] * G + lane)
+        mask = inside[:, None] if WHOLE else offset < n
+        source = tl.load(x + row * x_stride + offset, mask=mask, other=0.0)
+        y = source.to(tl.float32)
+        sent = 0.0
+        if MODE == LEAN:
+            if PRODUCT:
+                y = product(source * NORM, h, ROWS, G, K, LOG_K, LOG_G)
+            elif HADAMARD:
+                y = butterflies(y * NORM, ROWS, G, 0, LOG_G)
+        else:
+            pre, sent = factors(y, MODE, ALPHA, TOP, G)
+            pre *= NORM
+            if PRODUCT:
+                y = product(source, h, ROWS, G, K, LOG_K, LOG_G) * pre[:, None]
+            else:
+                y *= pre[:, None]
+                if HADAMARD:
+                    y = butterflies(y, ROWS, G, 0, LOG_G)
+        first = (row * groups + start) * G
+        peak_of_row = peaks + row if MODE == COARSE else None
+        write(y, sent, wire + row * wire_stride, place, inside, offset, groups, first, bad, peak_of_row, seed_low, seed_high,
+               ROWS, G, MODE, SECOND, TOP, TOP_CODE, BITS, LOWEST, CHANCE, HARDWARE)
+
+
+@triton.jit(do_not_specialize=["rows", "n", "groups"])
+def decode_kernel(wire, out, rows, n, groups, stripe, wire_stride, out_stride, ROWS: tl.constexpr, G: tl.constexpr,
+                  LOG_G: tl.constexpr, K: tl.constexpr, LOG_K: tl.constexpr, STRIPES: tl.constexpr, HADAMARD: tl.constexpr,
+                  PRODUCT: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, MODE: tl.constexpr,
+                  BITS: tl.constexpr, LOWEST: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr):
+    h = matrix(K, WIDE) if PRODUCT else 0
+    tiles = tl.cdiv(groups, ROWS)
+    lane = tl.arange(0, G)[None, :]
+    for tile in tl.range(tl.program_id(0), rows * tiles, tl.num_programs(0), num_stages=STAGES):
+        row = (tile // tiles).to(tl.int64)
+        start = tile % tiles * ROWS
+        place = start + tl.arange(0, ROWS)
+        inside = place < groups
+        offset = start.to(tl.int64) * G + (tl.arange(0, ROWS)[:, None] * G + lane)
+        source = wire + row * wire_stride
+        total = tl.zeros([ROWS, G], tl.float32)
+        for r in tl.static_range(STRIPES):
+            code = tl.load(source + offset, mask=inside[:, None], other=0)
+            value = from_code(code, BITS, LOWEST, HARDWARE)
+            scale = scales(source, place, inside, groups, G, MODE) * NORM
+            if PRODUCT:
+                value = product(value, h, ROWS, G, K, LOG_K, LOG_G)
+            value *= scale[:, None]
+            total = value if r == 0 else total + value
+            source += stripe
+        if HADAMARD and not PRODUCT:
+            total = butterflies(total, ROWS, G, 0, LOG_G)
+        mask = inside[:, None] if WHOLE else offset < n
+        tl.store(out + row * out_stride + offset, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "groups"])
+def reduce_kernel(wire, out, bad, peaks, seed_low, seed_high, groups, stripe, ROWS: tl.constexpr, G: tl.constexpr,
+                  STRIPES: tl.constexpr, MODE: tl.constexpr, SECOND: tl.constexpr, ALPHA: tl.constexpr, TOP: tl.constexpr,
+                  TOP_CODE: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, CHANCE: tl.constexpr,
+                  STAGES: tl.constexpr, HARDWARE: tl.constexpr):
+    lane = tl.arange(0, G)[None, :]
+    for tile in tl.range(tl.program_id(0), tl.cdiv(groups, ROWS), tl.num_programs(0), num_stages=STAGES):
+        start = tile * ROWS
+        place = start + tl.arange(0, ROWS)
+        inside = place < groups
+        first = start.to(tl.int64) * G
+        offset = first + (tl.arange(0, ROWS)[:, None] * G + lane)
+        source = wire
+        y = tl.zeros([ROWS, G], tl.float32)
+        for r in tl.static_range(STRIPES):
+            code = tl.load(source + offset, mask=inside[:, None], other=0)
+            value = from_code(code, BITS, LOWEST, HARDWARE) * scales(source, place, inside, groups, G, MODE)[:, None]
+            y = value if r == 0 else y + value
+            source += stripe
+        sent = 0.0
+        if MODE != LEAN:
+            pre, sent = factors(y, MODE, ALPHA, TOP, G)
+            y *= pre[:, None]
+        write(y, sent, out, place, inside, offset, groups, first, bad, peaks, seed_low, seed_high, ROWS, G, MODE, SECOND, TOP,
+               TOP_CODE, BITS, LOWEST, CHANCE, HARDWARE)
+
+
+def _programs(groups: int, group: int, device: torch.device) -> int:
+    """As many as run at once, or a small tile each; those beyond the last tile end at once."""
+    tiles = triton.cdiv(groups * group, min(TILE_SMALL, TILE_PLAIN))
+    if device.type != "cuda":
+        return max(1, tiles)
+    return max(1, min(tiles, PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count))
+
+
+def _halves(noise: int | None) -> dict[str, int]:
+    """A 64-bit key as two signed 32-bit numbers, whose type does not change with their value."""
+    words = ((noise or 0) & 0xFFFFFFFF, ((noise or 0) >> 32) & 0xFFFFFFFF)
+    return dict(zip(("seed_low", "seed_high"), (word - (1 << 32) if word >> 31 else word for word in words)))
+
+
+def _shape(group: int, stripes: int = 1, product: bool | None = None) -> dict[str, Any]:
+    """Constants of a tile; product: whether its transform is one, None where the kernel has none."""
+    inner = min(group, WIDEST)
+    # many stripes under way are many loads already, and shared memory ends
+    found = {"G": group, "STAGES": STAGES if stripes <= 2 else 2}
+    if product is not None:
+        found |= {"LOG_G": group.bit_length() - 1, "K": inner, "LOG_K": inner.bit_length() - 1}
+    return found
+
+
+def _by_arch(group: int, product: bool = False, small: bool = False) -> dict[str, Any]:
+    """What an architecture decides; small: the product's tile would not fit the registers from sm_100 on."""
+
+    def rows(arch: int) -> int:
+        return max(1, (TILE_PLAIN if not product else TILE_SMALL if small and arch >= 100 else TILE) // group)
+
+    return {"HARDWARE": lambda arch: arch >= HARDWARE, "ROWS": rows}
+
+
+def _format(name: str) -> dict[str, Any]:
+    return {"BITS": FORMATS[name].mantissa, "LOWEST": FORMATS[name].lowest}
+
+
+def encode_launch(x: Tensor, wire: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, alpha: bool = True,
+                  format: str = "e4m3", target: float | None = None, noise: int | None = None, bad: Tensor | None = None,
+                  product: bool | None = None, peaks: Tensor | None = None, second: bool = False) -> Launch:
+    """x [r, n], wire [r, b]; peaks [r] int32 zeros for mode coarse, whose first pass fills them."""
+    top = checked(group, mode, format, target, alpha)
+    product = hadamard and (x.dtype == torch.bfloat16 if product is None else product)
+    groups = groups_of(wire.shape[1], group, mode)
+    norm = 1.0 if not hadamard else 1.0 / group if mode == "lean" else 1.0 / math.sqrt(group)
+    arguments = {"x": x, "wire": wire, "bad": bad, "peaks": peaks, **_halves(noise), "rows": len(x), "n": x.shape[1],
+                 "groups": groups, "x_stride": x.stride(0), "wire_stride": wire.stride(0)}
+    constants = _shape(group, 1, product) | _format(format) | {
+        "HADAMARD": hadamard, "PRODUCT": product, "WIDE": x.dtype == torch.float32, "WHOLE": x.shape[1] == groups * group,
+        "NORM": norm, "MODE": MODES[mode], "SECOND": second, "ALPHA": alpha, "TOP": top, "TOP_CODE": FORMATS[format].top,
+        "CHANCE": noise is not None}
+    by_arch = _by_arch(group, product, group > WIDEST)
+    return Launch(encode_kernel, (_programs(len(x) * groups, group, x.device),), arguments, constants, WARPS, by_arch)
+
+
+def decode_launch(wire: Tensor, out: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True,
+                  format: str = "e4m3", product: bool | None = None, stripes: int = 1) -> Launch:
+    """wire [r, b] -> out [r, n]; stripes p: wire [p, b] -> out [1, n]."""
+    checked(group, mode, format)
+    product = hadamard and (out.dtype == torch.bfloat16 or stripes == 1 if product is None else product)
+    groups = groups_of(wire.shape[1], group, mode)
+    norm = 1.0 / math.sqrt(group) if hadamard and mode != "lean" else 1.0
+    arguments = {"wire": wire, "out": out, "rows": len(out), "n": out.shape[1], "groups": groups, "stripe": wire.stride(0),
+                 "wire_stride": wire.stride(0), "out_stride": out.stride(0)}
+    constants = _shape(group, stripes, product) | _format(format) | {
+        "STRIPES": stripes, "HADAMARD": hadamard, "PRODUCT": product, "WIDE": False, "WHOLE": out.shape[1] == groups * group,
+        "NORM": norm, "MODE": MODES[mode]}
+    by_arch = _by_arch(group, product, group > WIDEST or stripes > 1 or out.dtype == torch.float32)
+    return Launch(decode_kernel, (_programs(len(out) * groups, group, out.device),), arguments, constants, WARPS, by_arch)
+
+
+def reduce_launch(wires: Tensor, out: Tensor, group: int = 128, *, mode: str = "lean", alpha: bool = True, format: str = "e4m3",
+                  target: float | None = None, noise: int | None = None, bad: Tensor | None = None,
+                  peaks: Tensor | None = None, second: bool = False) -> Launch:
+    """wires [p, b] -> out [b]; peaks [1] as in `encode_launch`."""
+    top = checked(group, mode, format, target, alpha)
+    groups = groups_of(wires.shape[1], group, mode)
+    arguments = {"wire": wires, "out": out, "bad": bad, "peaks": peaks, **_halves(noise), "groups": groups,
+                 "stripe": wires.stride(0)}
+    constants = _shape(group, len(wires)) | _format(format) | {
+        "STRIPES": len(wires), "MODE": MODES[mode], "SECOND": second, "ALPHA": alpha, "TOP": top,
+        "TOP_CODE": FORMATS[format].top, "CHANCE": noise is not None}
+    return Launch(reduce_kernel, (_programs(groups, group, out.device),), arguments, constants, WARPS, _by_arch(group))
+
+
+def encode(x: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, alpha: bool = True, format: str = "e4m3",
+           target: float | None = None, noise: int | None = None, out: Tensor | None = None, bad: Tensor | None = None,
+           product: bool | None = None) -> Tensor:
+    """x [..., n] float -> wires [..., nbytes(n)] uint8, into `out` where given.
+
+    noise: a 64-bit key, for stochastic rounding; element i of the padded rows, flat, uses lane i mod 4 of Philox counter
+    i // 4. bad: int32, one element, to which groups with a NaN or Inf are added. product: how H is done (module docstring);
+    None: for bfloat16. Raises ValueError for an option that does not fit and for numbers that are not floating-point.
+    """
+    checked(group, mode, format, target, alpha)
+    if not x.is_floating_point():
+        raise ValueError(f"taco: {x.dtype}: only floating-point numbers are encoded")
+    source = _rows(x if x.dtype in DTYPES else x.to(torch.float32))
+    wire = torch.empty(len(source), nbytes(x.shape[-1], group, mode), dtype=torch.uint8, device=x.device)
+    place = _rows(out) if out is not None and _fits(out) else wire
+    if source.numel():
+        options = {"mode": mode, "hadamard": hadamard, "alpha": alpha, "format": format, "target": target, "noise": noise,
+                   "bad": bad, "product": product}
+        _twice(lambda **phase: encode_launch(source, place, group, **options, **phase), mode, source)
+    if out is None:
+        return wire.view(*x.shape[:-1], -1)
+    return out if place is not wire else out.copy_(wire.view(out.shape))
+
+
+def decode(wire: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, format: str = "e4m3",
+           out: Tensor | None = None, product: bool | None = None) -> Tensor:
+    """wires [..., nbytes(n)] uint8 -> x [..., n], float32 of whole groups unless `out` [..., n] (any float) is given."""
+    rows = _rows(wire if _fits(wire) else wire.contiguous())
+    found = _result(out, rows, group, mode)
+    if found.numel():
+        decode_launch(rows, found, group, mode=mode, hadamard=hadamard, format=format, product=product).run()
+    return _handed(found, out, wire.shape[:-1])
+
+
+def total(wires: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, format: str = "e4m3",
+          out: Tensor | None = None, product: bool | None = None) -> Tensor:
+    """wires [p, nbytes(n)] uint8 -> sum of their rows [n] in float32 and rank order; `out` as in `decode`."""
+    rows = wires if _fits(wires) else wires.contiguous()
+    found = _result(None if out is None else out[None], rows[:1], group, mode)
+    if found.numel():
+        decode_launch(rows, found, group, mode=mode, hadamard=hadamard, format=format, product=product, stripes=len(rows)).run()
+    return _handed(found, out, ())
+
+
+def reduce(wires: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, alpha: bool = True,
+           format: str = "e4m3", target: float | None = None, noise: int | None = None, out: Tensor | None = None,
+           bad: Tensor | None = None) -> Tensor:
+    """wires [p, b] uint8 -> wire [b] of the sum of their rows: decoded, summed in float32 in rank order, encoded again.
+
+    Codes lie in the transformed domain already, so `hadamard` changes nothing here. Options as in `encode`; the padding of
+    a row must have been zeros.
+    """
+    rows = wires if _fits(wires) else wires.contiguous()
+    wire = out if out is not None and _fits(out) else torch.empty(wires.shape[1], dtype=torch.uint8, device=wires.device)
+    if rows.shape[1]:
+        options = {"mode": mode, "alpha": alpha, "format": format, "target": target, "noise": noise, "bad": bad}
+        _twice(lambda **phase: reduce_launch(rows, wire, group, **options, **phase), mode, rows[:1])
+    return wire if out is None or out is wire else out.copy_(wire)
+
+
+def _twice(launch: Any, mode: str, rows: Tensor) -> None:
+    """One pass, or the two of mode coarse."""
+    if mode != "coarse":
+        return launch().run()
+    peaks = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
+    launch(peaks=peaks).run()
+    return launch(peaks=peaks, second=True).run()
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x[None]
+
+
+def _fits(wire: Tensor) -> bool:
+    """Whether scales of its rows lie at multiples of 4 bytes and rows are one stride apart."""
+    return wire.ndim <= 2 and wire.stride(-1) == 1 and (wire.is_meta or wire.data_ptr() % 4 == 0) and (
+        wire.ndim == 1 or wire.stride(0) % 4 == 0)
+
+
+def _result(out: Tensor | None, rows: Tensor, group: int, mode: str) -> Tensor:
+    width = groups_of(rows.shape[1], group, mode) * group
+    if out is not None and out.dtype in DTYPES and out.is_contiguous():
+        return _rows(out)
+    width = width if out is None else out.shape[-1]
+    return torch.empty(len(rows), width, device=rows.device)
+
+
+def _handed(found: Tensor, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    if out is None:
+        return found.view(*shape, found.shape[-1])
+    return out if found.data_ptr() == out.data_ptr() else out.copy_(found.view(out.shape))

@@ -1,0 +1,144 @@
+"""What TACO's kernels do with a tile of whole groups, [ROWS, G] in float32: transform, factors, scales, codes.
+
+The formulas stand in kernels/taco_reference.py, the kernels in kernels/taco.py. Quotients and roots are correctly rounded.
+Groups with a NaN or Inf are found on the bits of |y|, whose order as integers is that of the numbers.
+"""
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.float8 import to_code, to_code_by_chance
+from kernels.taco_reference import ALPHA_MAX, ALPHA_MIN, FLOOR, LAMBDA, SCALE_MAX, SMALLEST
+
+LEAN, PAPER, COARSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_LAMBDA, _FLOOR, _SCALE_MAX = tl.constexpr(LAMBDA), tl.constexpr(FLOOR), tl.constexpr(SCALE_MAX)
+_ALPHA_MIN, _ALPHA_MAX, _SMALLEST = tl.constexpr(ALPHA_MIN), tl.constexpr(ALPHA_MAX), tl.constexpr(SMALLEST)
+INFINITE = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def matrix(K: tl.constexpr, WIDE: tl.constexpr):
+    """[K, K] of 1 where i & j has an even number of ones, else -1."""
+    i = tl.arange(0, K)
+    both = i[:, None] & i[None, :]
+    both ^= both >> 4
+    both ^= both >> 2
+    both ^= both >> 1
+    return (1 - 2 * (both & 1)).to(tl.float32 if WIDE else tl.bfloat16)
+
+
+@triton.jit
+def butterflies(x, ROWS: tl.constexpr, G: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """Strides 2^FIRST, ..., 2^(LAST - 1) of [ROWS, G]."""
+    for k in tl.static_range(FIRST, LAST):
+        x = tl.reshape(x, (ROWS, G >> (k + 1), 2, 1 << k))
+        a, b = tl.split(tl.permute(x, (0, 1, 3, 2)))
+        x = tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2))
+    return tl.reshape(x, (ROWS, G))
+
+
+@triton.jit
+def product(x, h, ROWS: tl.constexpr, G: tl.constexpr, K: tl.constexpr, LOG_K: tl.constexpr, LOG_G: tl.constexpr):
+    y = tl.dot(tl.reshape(x, (ROWS * G // K, K)).to(h.dtype), h, input_precision="ieee")
+    return butterflies(tl.reshape(y, (ROWS, G)), ROWS, G, LOG_K, LOG_G)
+
+
+@triton.jit
+def _mean_square(x, G: tl.constexpr):
+    return tl.sum(x * x, 1) * (1.0 / G)
+
+
+@triton.jit
+def factors(x, MODE: tl.constexpr, ALPHA: tl.constexpr, TOP: tl.constexpr, G: tl.constexpr):
+    """x [ROWS, G] -> (alpha, what is sent of it), each [ROWS]."""
+    if not ALPHA:
+        pre = tl.full([x.shape[0]], 1.0, tl.float32)
+        sent = pre
+    elif MODE == PAPER:
+        pre = tl.div_rn(tl.full([x.shape[0]], TOP, tl.float32), tl.sqrt_rn(tl.maximum(_mean_square(x, G) + _LAMBDA, _FLOOR)))
+        pre = tl.minimum(tl.maximum(pre, _ALPHA_MIN), _ALPHA_MAX)
+        sent = pre
+    else:
+        exponent = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23
+        exponent = tl.minimum(tl.maximum(exponent, 27), 253)
+        power = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        spread = tl.sqrt_rn(_mean_square(x * power[:, None], G))
+        spread = tl.where(spread == 0.0, 1.0, spread)
+        pre = power * tl.div_rn(tl.full([x.shape[0]], TOP, tl.float32), spread)
+        sent = tl.div_rn(tl.div_rn(spread, tl.full([x.shape[0]], TOP, tl.float32)), power)
+    return pre, sent
+
+
+@triton.jit
+def coded(v, first, seed_low, seed_high, ROWS: tl.constexpr, G: tl.constexpr, TOP_CODE: tl.constexpr, BITS: tl.constexpr,
+           LOWEST: tl.constexpr, CHANCE: tl.constexpr, HARDWARE: tl.constexpr):
+    """first: index of the tile's first element in the whole tensor, a multiple of 4."""
+    v = tl.minimum(tl.maximum(v, -TOP_CODE), TOP_CODE)
+    if CHANCE:
+        seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True).to(tl.uint64)
+        counter = first // 4 + tl.arange(0, ROWS * G // 4).to(tl.int64)
+        none = tl.zeros([ROWS * G // 4], tl.uint32)
+        w0, w1, w2, w3 = tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), none, none)
+        word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, G))
+        code = to_code_by_chance(v, word, BITS, LOWEST)
+    else:
+        code = to_code(v, BITS, LOWEST, HARDWARE)
+    return code
+
+
+@triton.jit
+def _count(bad, found):
+    # group by group: they are rare, and a sum over the tile would make all programs wait (and sm_100 refuse, Triton 3.7.1)
+    if bad is not None:
+        tl.atomic_add(bad + tl.zeros_like(found.to(tl.int32)), found.to(tl.int32), mask=found)
+
+
+@triton.jit
+def write(y, sent, wire, place, inside, offset, groups, first, bad, peak_of_row, seed_low, seed_high, ROWS: tl.constexpr,
+           G: tl.constexpr, MODE: tl.constexpr, SECOND: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
+           BITS: tl.constexpr, LOWEST: tl.constexpr, CHANCE: tl.constexpr, HARDWARE: tl.constexpr):
+    """Scales and codes of a tile; wire and peak_of_row: of its row. place [ROWS]: groups of the row, `inside`: that exist."""
+    top = tl.full([ROWS], TOP, tl.float32)
+    bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    good = bits < INFINITE
+    peak = bits.to(tl.float32, bitcast=True)
+    fields = (wire + groups.to(tl.int64) * G).to(tl.pointer_type(tl.float32))
+    nan = float("nan")
+    if MODE == COARSE and not SECOND:
+        tl.atomic_max(peak_of_row + tl.zeros_like(bits), bits, mask=good & inside)
+        tl.store(fields + place, tl.where(good, sent, nan), mask=inside)
+        _count(bad, inside & (bits >= INFINITE))
+    else:
+        if MODE == COARSE:
+            scale = tl.load(peak_of_row).to(tl.float32, bitcast=True)
+            scale = tl.div_rn(tl.maximum(scale, TOP * _SMALLEST) + tl.zeros([ROWS], tl.float32), top)
+            tl.store(fields + groups + tl.zeros([ROWS], tl.int32), scale, mask=tl.arange(0, ROWS) == 0)
+            v = tl.div_rn(y, tl.broadcast_to(scale[:, None], (ROWS, G)))
+        elif MODE == PAPER:
+            scale = tl.div_rn(tl.maximum(peak, _FLOOR), top)
+            scale = tl.minimum(tl.maximum(scale, _FLOOR), _SCALE_MAX)
+            v = tl.div_rn(y, tl.broadcast_to(scale[:, None], (ROWS, G)))
+            tl.store(fields + place, tl.where(good, scale, nan), mask=inside)
+            tl.store(fields + groups + place, tl.where(good, sent, nan), mask=inside)
+        else:
+            held = tl.maximum(peak, TOP * _SMALLEST)
+            v = y * tl.div_rn(top, held)[:, None]
+            tl.store(fields + place, tl.where(good, tl.div_rn(held, top), nan), mask=inside)
+        code = coded(tl.where(good[:, None], v, 0.0), first, seed_low, seed_high, ROWS, G, TOP_CODE, BITS, LOWEST, CHANCE,
+                      HARDWARE)
+        tl.store(wire + offset, code, mask=inside[:, None])
+        if MODE != COARSE:
+            _count(bad, inside & (bits >= INFINITE))
+
+
+@triton.jit
+def scales(wire, place, inside, groups, G: tl.constexpr, MODE: tl.constexpr):
+    """s / alpha of a tile's groups: [ROWS]."""
+    fields = (wire + groups.to(tl.int64) * G).to(tl.pointer_type(tl.float32))
+    scale = tl.load(fields + place, mask=inside, other=0.0)
+    if MODE == PAPER:
+        scale = tl.div_rn(scale, tl.maximum(tl.load(fields + groups + place, mask=inside, other=1.0), _FLOOR))
+    elif MODE == COARSE:
+        scale *= tl.load(fields + groups)
+    return scale

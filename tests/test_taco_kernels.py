@@ -1,0 +1,89 @@
+"""TACO's kernels: compiled for six architectures here, interpreted here, run on a GPU. What is compared: taco_checks.py."""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import taco_checks
+import torch
+from taco_checks import GRID, check
+
+from kernels import taco, taco_reference
+from kernels.registry import ENTRIES, compile
+
+MINE = [e for e in ENTRIES if e.function.__module__ == "kernels.taco"]
+USUAL = [e for e in MINE if "-g128" in e.name and "fp32" not in e.name and "=" not in e.name]
+SHARED = 99 * 1024  # bytes a block may have where it has least: sm_86, 89, 120
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+def test_kernels_compile_without_spills(arch):
+    for entry in MINE if arch == 90 else USUAL:
+        made = compile(entry, arch)
+        assert made.spills == 0 and 16 <= made.registers <= 255 and made.shared <= SHARED, (entry.name, made)
+
+
+def test_wide_accesses_and_tensor_cores():
+    for entry in USUAL:
+        ptx = compile(entry, 90).ptx
+        assert ".v4.b32" in "".join(re.findall(r"st\.global\S*", ptx)), entry.name
+        assert re.search(r"cp\.async\.cg|ld\.global\S*v4\.b32", ptx), entry.name
+        assert ("mma" in ptx) == ("reduce" not in entry.name), entry.name
+
+
+def test_e4m3_is_made_by_an_instruction_from_sm_89_on():
+    for entry in USUAL[:1]:
+        assert "cvt.rn.satfinite.e4m3x2" in compile(entry, 89).ptx
+        assert "e4m3" not in compile(entry, 80).ptx
+
+
+def test_noise_compiles_nothing_anew():
+    def signature(noise):
+        return taco.encode_launch(meta(1, 4096, dtype=torch.bfloat16), meta(1, 4224), noise=noise).signature()
+
+    assert signature(1) == signature(16) == signature(2**63 + 2**31) != signature(None)
+
+
+def test_the_interpreter_equals_the_reference():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, taco_checks.__file__], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "32 settings\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", GRID, ids=lambda o: "-".join(str(v) for v in o.values()))
+def test_on_a_device(options):
+    for n in (options["group"] * 64, 100_003):
+        check("cuda", torch.bfloat16, n, options)
+        check("cuda", torch.float32, n, options)
+        check("cuda", torch.float32, n, options, False, False)
+
+
+@pytest.mark.gpu
+def test_every_float32_becomes_the_code_that_torch_makes():
+    """All exponents and mantissas: 2^24 positive numbers up to the largest code, and their negatives."""
+    bits = torch.arange(0, 1 << 31, 1 << 7, dtype=torch.int64, device="cuda").to(torch.int32)
+    x = bits.view(torch.float32)
+    x = x[x <= 448.0]
+    x = torch.cat([x, -x, torch.zeros(-2 * len(x) % 128, device="cuda")]).view(-1, 128)
+    x[:, 0] = 448.0  # of its group the largest, so that the multiplier is 1
+    got = taco.encode(x, 128, hadamard=False)[:, :128]
+    assert torch.equal(got, taco_reference.to_codes(x, "e4m3"))
+
+
+@pytest.mark.gpu
+def test_past_2_to_the_31_elements():
+    x = torch.full((1, 2**31 + 4096), 0.5, dtype=torch.bfloat16, device="cuda")
+    x[0, -1] = 3.0
+    out = torch.zeros_like(x)
+    taco.decode(taco.encode(x), out=out)
+    assert bool((out[0, : 2**31] == 0.5).all()) and abs(out[0, -1].item() - 3.0) < 0.2
