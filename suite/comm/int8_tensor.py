@@ -2,7 +2,7 @@
 
     s = max|x| / 127 over all that one rank encodes at once,   q = round_half_even(x / s),   x' = q s
 A message holds a row for each rank that gets a part of it; the scale is the same in all of them and is sent with each.
-Relative L2 error: 1.1 % for a Gaussian, but 40 % for a Student t of two degrees of freedom, 98 % of whose values become 0.
+Relative L2 error of 2^20 values: 1.1 % for a Gaussian, 40 % for a Student t of two degrees of freedom, of which 98 % become 0.
 A NaN or Inf anywhere makes the tensor NaN; `nonfinite` counts its rows.
 """
 from __future__ import annotations
