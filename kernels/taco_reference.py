@@ -83,12 +83,14 @@ def groups_of(size: int, group: int, mode: str) -> int:
 
 def transform(x: Tensor) -> Tensor:
     """H of the last dimension, a power of two, not normalised: entry (i, j) is (-1)^(ones in i & j)."""
-    width, stride = x.shape[-1], 1
+    shape, width, stride = x.shape, x.shape[-1], 1
+    # groups side by side, so that every stride adds whole rows of memory
+    x = x.reshape(-1, width).t().contiguous()
     while stride < width:
-        a, b = x.unflatten(-1, (width // (2 * stride), 2, stride)).unbind(-2)
-        x = torch.stack([a + b, a - b], -2).flatten(-3)
+        a, b = x.view(width // (2 * stride), 2, stride, -1).unbind(1)
+        x = torch.stack([a + b, a - b], 1)
         stride *= 2
-    return x
+    return x.view(width, -1).t().reshape(shape)
 
 
 def taco_encode(x: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, alpha: bool = True,

@@ -147,8 +147,8 @@ def test_nonfinite_reaches_the_output_and_the_count(name, options, bad):
     c, x = codec(name, **options), gauss(512)
     x[200] = bad
     wire = torch.empty(c.nbytes(512), dtype=torch.uint8)
-    c.encode(x, wire, Key(site=SITE, operand="forward"))
-    assert c.nonfinite_at == {(SITE, "forward"): 1} and c.nonfinite == 1
+    c.encode(x, wire, Key(site=SITE, operand="sum"))
+    assert c.nonfinite_at == {(SITE, "forward sum"): 1} and c.nonfinite == 1
     out = torch.empty(512)
     c.decode(wire, out)
     assert torch.isnan(out[128:256]).all() and torch.isfinite(out[:128]).all() and torch.isfinite(out[256:]).all()
