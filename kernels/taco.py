@@ -236,15 +236,15 @@ def encode(x: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = 
     if not x.is_floating_point():
         raise ValueError(f"taco: {x.dtype}: only floating-point numbers are encoded")
     source = _rows(x if x.dtype in DTYPES else x.to(torch.float32))
-    wire = torch.empty(len(source), nbytes(x.shape[-1], group, mode), dtype=torch.uint8, device=x.device)
-    place = _rows(out) if out is not None and _fits(out) else wire
+    fits = out is not None and _fits(out)
+    wire = _rows(out) if fits else torch.empty(len(source), nbytes(x.shape[-1], group, mode), dtype=torch.uint8, device=x.device)
     if source.numel():
         options = {"mode": mode, "hadamard": hadamard, "alpha": alpha, "format": format, "target": target, "noise": noise,
                    "bad": bad, "product": product}
-        _twice(lambda **phase: encode_launch(source, place, group, **options, **phase), mode, source)
+        _twice(lambda **phase: encode_launch(source, wire, group, **options, **phase), mode, source)
     if out is None:
         return wire.view(*x.shape[:-1], -1)
-    return out if place is not wire else out.copy_(wire.view(out.shape))
+    return out if fits else out.copy_(wire.view(out.shape))
 
 
 def decode(wire: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, format: str = "e4m3",

@@ -62,8 +62,9 @@ def test_names_are_unique_and_traffic_is_what_the_arguments_hold():
     assert len({e.name for e in ENTRIES}) == len(ENTRIES)
     for entry in ENTRIES:
         size = {name: x.numel() * x.element_size() for name, x in entry.inputs("meta").items() if isinstance(x, Tensor)}
-        codec = {name: {"x": 1, "wire": 1, "wires": 1, "out": 1} for name in ("encode", "decode", "total", "reduce")}
-        passes = codec | {"statistics": {"logits": 1}, "gradient": {"logits": 2}, "backward": {"gu": 2, "dz": 1},
+        codec = {"x": 1, "wire": 1, "wires": 1, "out": 1}
+        passes = {"encode": codec, "decode": codec, "total": codec, "reduce": codec,
+                  "statistics": {"logits": 1}, "gradient": {"logits": 2}, "backward": {"gu": 2, "dz": 1},
                   "step": {"param": 2, "grad": 1, "exp_avg": 2, "exp_avg_sq": 2}}[entry.function.__name__]
         assert entry.traffic == sum(size.get(name, 0) * n for name, n in passes.items()), entry.name
 

@@ -14,7 +14,9 @@ from kernels import reference, taco_reference
 from kernels.taco_reference import GROUPS, MODES, to_codes, transform
 from suite.case import Case
 from suite.comm.audit import Audit
+from suite.record import CaseFailed
 from suite.seams import Key
+from suite.train import Trainer, execute
 
 ERRORS = dict(zip(GROUPS, (2.39, 2.50, 2.57, 2.60, 2.64)))  # % on Gaussians, by group
 
@@ -336,3 +338,27 @@ def test_ranks_draw_other_noise():
 def test_a_refusal_names_the_rank():
     with pytest.raises(RankError, match="group 48"):
         run_ranks(two_shot, 2, {"group": 48})
+
+
+def diverging(mesh, folder):
+    """A weight of the third layer becomes NaN before step 2 of a run; the reason that the record would hold."""
+    ordinary = Trainer.step
+
+    def poisoned(self, step):
+        if step == 2:
+            self.model.weights.leaves["layers.2.ffn.down.weight"].data.fill_(math.nan)
+        return ordinary(self, step)
+
+    Trainer.step = poisoned
+    try:
+        case = Case(model="gpt-tiny", mesh={"tp": mesh.size}, comm="taco", steps=4, data={"text": "random", "seq": 16, "batch": 2})
+        execute(case, mesh, progress=lambda *_: None, folder=folder)
+    except CaseFailed as failure:
+        return str(failure)
+    finally:
+        Trainer.step = ordinary
+
+
+def test_a_run_that_diverges_names_the_layer(tmp_path):
+    for reason in run_ranks(diverging, 2, tmp_path):
+        assert reason.startswith("loss is nan at step 2; NaN or Inf in layer 2, "), reason
