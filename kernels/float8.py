@@ -43,14 +43,14 @@ def to_code_by_chance(v, word, BITS: tl.constexpr, LOWEST: tl.constexpr):
 
 
 @triton.jit
-def from_code(code, BITS: tl.constexpr, LOWEST: tl.constexpr, HARDWARE: tl.constexpr):
-    """uint8 -> float32, exact."""
+def from_code(code, type: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, HARDWARE: tl.constexpr):
+    """uint8 -> float16, bfloat16 or float32, exact."""
     if HARDWARE and BITS == 3:
-        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        value = code.to(tl.float8e4nv, bitcast=True).to(type)
     else:
         # the code's exponent and mantissa in float32's places are the value times a power of two
         wide = code.to(tl.int32)
         bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << (23 - BITS))
         power: tl.constexpr = (127 + 127 + LOWEST - 1) << 23
-        value = bits.to(tl.float32, bitcast=True) * tl.full([], power, tl.int32).to(tl.float32, bitcast=True)
+        value = (bits.to(tl.float32, bitcast=True) * tl.full([], power, tl.int32).to(tl.float32, bitcast=True)).to(type)
     return value

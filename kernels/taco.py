@@ -18,6 +18,7 @@ Below sm_89 codes are made in integer arithmetic (kernels/float8.py). The parts 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,122 +29,151 @@ from torch import Tensor
 from kernels.float8 import from_code
 from kernels.launch import Launch
 from kernels.taco_reference import FORMATS, checked, groups_of, nbytes
-from kernels.taco_tile import COARSE, LEAN, butterflies, factors, matrix, product, scales, write
+from kernels.taco_tile import COARSE, LEAN, butterflies, factors, fetched, product, scales, write
 
-# elements a program holds at a time: where there is a product, where there is none, where registers would not suffice
-TILE, TILE_PLAIN, TILE_SMALL = 8192, 4096, 2048
-WARPS = 8
+# elements a program holds at a time: where there is a product, where there is none, where registers would not suffice; and
+# of a group of several products on sm_90, whose smallest takes 64 rows
+TILE, TILE_PLAIN, TILE_SMALL, TILE_WIDE = 8192, 4096, 2048, 16384
+WARPS = 4
 STAGES = 3  # tiles under way
-PER_PROCESSOR = 2  # programs a multiprocessor
+PER_PROCESSOR, PER_PROCESSOR_PLAIN = 2, 4  # programs a multiprocessor
+MANY = 4  # stripes from which a sum takes small tiles: as many loads are under way
 WIDEST = 128  # of the matrix in a product
 HARDWARE = 89  # the architecture from which E4M3 is converted by an instruction
 DTYPES = (torch.bfloat16, torch.float32)
 MODES = {"lean": 0, "paper": 1, "coarse": 2}
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "rows", "n", "groups"])
-def encode_kernel(x, wire, bad, peaks, seed_low, seed_high, rows, n, groups, x_stride, wire_stride, ROWS: tl.constexpr,
-                  G: tl.constexpr, LOG_G: tl.constexpr, K: tl.constexpr, LOG_K: tl.constexpr, HADAMARD: tl.constexpr,
-                  PRODUCT: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, MODE: tl.constexpr,
-                  SECOND: tl.constexpr, ALPHA: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr, BITS: tl.constexpr,
-                  LOWEST: tl.constexpr, CHANCE: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr):
-    h = matrix(K, WIDE) if PRODUCT else 0
-    tiles = tl.cdiv(groups, ROWS)
-    lane = tl.arange(0, G)[None, :]
-    for tile in tl.range(tl.program_id(0), rows * tiles, tl.num_programs(0), num_stages=STAGES):
-        row = (tile // tiles).to(tl.int64)
-        start = tile % tiles * ROWS
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "n", "groups"])
+def encode_kernel(x, wire, bad, peaks, matrix, seed_low, seed_high, n, groups, x_stride, wire_stride, ROWS: tl.constexpr,
+                  G: tl.constexpr, LOG_G: tl.constexpr, K: tl.constexpr, HADAMARD: tl.constexpr, PRODUCT: tl.constexpr,
+                  WHOLE: tl.constexpr, NORM: tl.constexpr, MODE: tl.constexpr, SECOND: tl.constexpr, ALPHA: tl.constexpr,
+                  TOP: tl.constexpr, TOP_CODE: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, CHANCE: tl.constexpr,
+                  FULL: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    x += row * x_stride
+    wire += row * wire_stride
+    k = tl.arange(0, K)
+    h = tl.load(matrix + (k[:, None] * K + k[None, :])) if PRODUCT else 0
+    here = tl.arange(0, ROWS)[:, None] * G + tl.arange(0, G)[None, :]
+    part = tl.arange(0, ROWS)[:, None] * G + k[None, :]
+    peak_of_row = peaks + row if MODE == COARSE else None
+    for tile in tl.range(tl.program_id(0), tl.cdiv(groups, ROWS), tl.num_programs(0), num_stages=STAGES):
+        start = tile * ROWS
         place = start + tl.arange(0, ROWS)
         inside = place < groups
-        offset = start.to(tl.int64) * G + (tl.arange(0, ROWS)[:, None] * G + lane)
-        mask = inside[:, None] if WHOLE else offset < n
-        source = tl.load(x + row * x_stride + offset, mask=mask, other=0.0)
-        y = source.to(tl.float32)
+        base = start.to(tl.int64) * G
+        left = n - base
         sent = 0.0
         if MODE == LEAN:
             if PRODUCT:
-                y = product(source * NORM, h, ROWS, G, K, LOG_K, LOG_G)
-            elif HADAMARD:
-                y = butterflies(y * NORM, ROWS, G, 0, LOG_G)
+                y = product(x + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE)
+            else:
+                y = fetched(x + base, here, left, inside, WHOLE, FULL).to(tl.float32)
+                if HADAMARD:
+                    y = butterflies(y * NORM, ROWS, G, 0, LOG_G)
         else:
+            y = fetched(x + base, here, left, inside, WHOLE, FULL).to(tl.float32)
             pre, sent = factors(y, MODE, ALPHA, TOP, G)
             pre *= NORM
             if PRODUCT:
-                y = product(source, h, ROWS, G, K, LOG_K, LOG_G) * pre[:, None]
+                y = product(x + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE) * pre[:, None]
             else:
                 y *= pre[:, None]
                 if HADAMARD:
                     y = butterflies(y, ROWS, G, 0, LOG_G)
-        first = (row * groups + start) * G
-        peak_of_row = peaks + row if MODE == COARSE else None
-        write(y, sent, wire + row * wire_stride, place, inside, offset, groups, first, bad, peak_of_row, seed_low, seed_high,
-               ROWS, G, MODE, SECOND, TOP, TOP_CODE, BITS, LOWEST, CHANCE, HARDWARE)
+        write(y, sent, wire, place, inside, here, groups, base, row * groups * G + base, bad, peak_of_row, seed_low, seed_high,
+              ROWS, G, MODE, SECOND, TOP, TOP_CODE, BITS, LOWEST, CHANCE, FULL, HARDWARE)
 
 
-@triton.jit(do_not_specialize=["rows", "n", "groups"])
-def decode_kernel(wire, out, rows, n, groups, stripe, wire_stride, out_stride, ROWS: tl.constexpr, G: tl.constexpr,
-                  LOG_G: tl.constexpr, K: tl.constexpr, LOG_K: tl.constexpr, STRIPES: tl.constexpr, HADAMARD: tl.constexpr,
-                  PRODUCT: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, MODE: tl.constexpr,
-                  BITS: tl.constexpr, LOWEST: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr):
-    h = matrix(K, WIDE) if PRODUCT else 0
-    tiles = tl.cdiv(groups, ROWS)
-    lane = tl.arange(0, G)[None, :]
-    for tile in tl.range(tl.program_id(0), rows * tiles, tl.num_programs(0), num_stages=STAGES):
-        row = (tile // tiles).to(tl.int64)
-        start = tile % tiles * ROWS
+@triton.jit(do_not_specialize=["n", "groups"])
+def decode_kernel(wire, out, matrix, n, groups, stripe, wire_stride, out_stride, ROWS: tl.constexpr, G: tl.constexpr,
+                  LOG_G: tl.constexpr, K: tl.constexpr, STRIPES: tl.constexpr, HADAMARD: tl.constexpr, PRODUCT: tl.constexpr,
+                  WHOLE: tl.constexpr, NORM: tl.constexpr, MODE: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr,
+                  FULL: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    wire += row * wire_stride
+    out += row * out_stride
+    k = tl.arange(0, K)
+    h = tl.load(matrix + (k[:, None] * K + k[None, :])) if PRODUCT else 0
+    here = tl.arange(0, ROWS)[:, None] * G + tl.arange(0, G)[None, :]
+    part = tl.arange(0, ROWS)[:, None] * G + k[None, :]
+    size = groups.to(tl.int64) * G
+    for tile in tl.range(tl.program_id(0), tl.cdiv(groups, ROWS), tl.num_programs(0), num_stages=STAGES):
+        start = tile * ROWS
         place = start + tl.arange(0, ROWS)
         inside = place < groups
-        offset = start.to(tl.int64) * G + (tl.arange(0, ROWS)[:, None] * G + lane)
-        source = wire + row * wire_stride
+        base = start.to(tl.int64) * G
+        left = n - base
+        source = wire
         total = tl.zeros([ROWS, G], tl.float32)
         for r in tl.static_range(STRIPES):
-            code = tl.load(source + offset, mask=inside[:, None], other=0)
-            value = from_code(code, BITS, LOWEST, HARDWARE)
-            scale = scales(source, place, inside, groups, G, MODE) * NORM
             if PRODUCT:
-                value = product(value, h, ROWS, G, K, LOG_K, LOG_G)
+                value = product(source + base, part, left, inside, h, False, K, G // K, True, FULL, BITS, LOWEST, HARDWARE)
+            else:
+                value = from_code(fetched(source + base, here, left, inside, True, FULL), tl.float32, BITS, LOWEST, HARDWARE)
+            scale = scales((source + size).to(tl.pointer_type(tl.float32)), place, inside, groups, MODE) * NORM
             value *= scale[:, None]
             total = value if r == 0 else total + value
             source += stripe
         if HADAMARD and not PRODUCT:
             total = butterflies(total, ROWS, G, 0, LOG_G)
-        mask = inside[:, None] if WHOLE else offset < n
-        tl.store(out + row * out_stride + offset, total.to(out.dtype.element_ty), mask=mask)
+        result = total.to(out.dtype.element_ty)
+        if FULL:
+            tl.store(out + base + here, result)
+        elif WHOLE:
+            tl.store(out + base + here, result, mask=inside[:, None])
+        else:
+            tl.store(out + base + here, result, mask=here < left)
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "groups"])
 def reduce_kernel(wire, out, bad, peaks, seed_low, seed_high, groups, stripe, ROWS: tl.constexpr, G: tl.constexpr,
                   STRIPES: tl.constexpr, MODE: tl.constexpr, SECOND: tl.constexpr, ALPHA: tl.constexpr, TOP: tl.constexpr,
-                  TOP_CODE: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, CHANCE: tl.constexpr,
+                  TOP_CODE: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, CHANCE: tl.constexpr, FULL: tl.constexpr,
                   STAGES: tl.constexpr, HARDWARE: tl.constexpr):
-    lane = tl.arange(0, G)[None, :]
+    here = tl.arange(0, ROWS)[:, None] * G + tl.arange(0, G)[None, :]
+    size = groups.to(tl.int64) * G
     for tile in tl.range(tl.program_id(0), tl.cdiv(groups, ROWS), tl.num_programs(0), num_stages=STAGES):
         start = tile * ROWS
         place = start + tl.arange(0, ROWS)
         inside = place < groups
-        first = start.to(tl.int64) * G
-        offset = first + (tl.arange(0, ROWS)[:, None] * G + lane)
+        base = start.to(tl.int64) * G
         source = wire
         y = tl.zeros([ROWS, G], tl.float32)
         for r in tl.static_range(STRIPES):
-            code = tl.load(source + offset, mask=inside[:, None], other=0)
-            value = from_code(code, BITS, LOWEST, HARDWARE) * scales(source, place, inside, groups, G, MODE)[:, None]
+            value = from_code(fetched(source + base, here, 0, inside, True, FULL), tl.float32, BITS, LOWEST, HARDWARE)
+            value *= scales((source + size).to(tl.pointer_type(tl.float32)), place, inside, groups, MODE)[:, None]
             y = value if r == 0 else y + value
             source += stripe
         sent = 0.0
         if MODE != LEAN:
             pre, sent = factors(y, MODE, ALPHA, TOP, G)
             y *= pre[:, None]
-        write(y, sent, out, place, inside, offset, groups, first, bad, peaks, seed_low, seed_high, ROWS, G, MODE, SECOND, TOP,
-               TOP_CODE, BITS, LOWEST, CHANCE, HARDWARE)
+        write(y, sent, out, place, inside, here, groups, base, base, bad, peaks, seed_low, seed_high, ROWS, G, MODE, SECOND, TOP,
+              TOP_CODE, BITS, LOWEST, CHANCE, FULL, HARDWARE)
 
 
-def _programs(groups: int, group: int, device: torch.device) -> int:
-    """As many as run at once, or a small tile each; those beyond the last tile end at once."""
-    tiles = triton.cdiv(groups * group, min(TILE_SMALL, TILE_PLAIN))
+@lru_cache(maxsize=None)
+def matrix(size: int, dtype: torch.dtype, scale: float, codes: bool, device: torch.device) -> Tensor:
+    """[size, size] of +scale where i & j has an even number of ones, else -scale. Made once; programs read it from the cache.
+
+    codes: rows in the order in which `kernels.taco_tile.operand` gives the columns of codes.
+    """
+    h = torch.ones(1, 1)
+    while len(h) < size:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    if codes:
+        h = h.view(size // 16, 4, 2, 2, size).transpose(1, 2).reshape(size, size)
+    return (h * scale).to(device, dtype)
+
+
+def _grid(groups: int, group: int, rows: int, device: torch.device, per: int) -> tuple[int, int]:
+    """As many programs as run at once, or a small tile each; those beyond the last tile end at once."""
+    tiles = max(1, triton.cdiv(groups * group, min(TILE_SMALL, TILE_PLAIN)))
     if device.type != "cuda":
-        return max(1, tiles)
-    return max(1, min(tiles, PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count))
+        return tiles, rows
+    return max(1, min(tiles, per * torch.cuda.get_device_properties(device).multi_processor_count // rows)), rows
 
 
 def _halves(noise: int | None) -> dict[str, int]:
@@ -152,23 +182,27 @@ def _halves(noise: int | None) -> dict[str, int]:
     return dict(zip(("seed_low", "seed_high"), (word - (1 << 32) if word >> 31 else word for word in words)))
 
 
-def _shape(group: int, stripes: int = 1, product: bool | None = None) -> dict[str, Any]:
-    """Constants of a tile; product: whether its transform is one, None where the kernel has none."""
-    inner = min(group, WIDEST)
-    # many stripes under way are many loads already, and shared memory ends
-    found = {"G": group, "STAGES": STAGES if stripes <= 2 else 2}
-    if product is not None:
-        found |= {"LOG_G": group.bit_length() - 1, "K": inner, "LOG_K": inner.bit_length() - 1}
-    return found
+def _transform(group: int) -> dict[str, Any]:
+    return {"LOG_G": group.bit_length() - 1, "K": min(group, WIDEST)}
 
 
-def _by_arch(group: int, product: bool = False, small: bool = False) -> dict[str, Any]:
+def _by_arch(groups: int, group: int, whole: bool, product: bool = False, stripes: int = 1, small: bool = False) -> dict[str, Any]:
     """What an architecture decides; small: the product's tile would not fit the registers from sm_100 on."""
 
     def rows(arch: int) -> int:
-        return max(1, (TILE_PLAIN if not product else TILE_SMALL if small and arch >= 100 else TILE) // group)
+        if not product:
+            tile = TILE_PLAIN if stripes < MANY else TILE_SMALL
+        elif arch == 90 and group == 2 * WIDEST and stripes == 1:
+            tile = TILE_WIDE
+        else:
+            tile = TILE_SMALL if small and arch >= 100 else TILE
+        return max(1, tile // group)
 
-    return {"HARDWARE": lambda arch: arch >= HARDWARE, "ROWS": rows}
+    def stages(arch: int) -> int:
+        return 2 if product and (stripes > 2 or group > WIDEST) else STAGES
+
+    return {"HARDWARE": lambda arch: arch >= HARDWARE, "ROWS": rows, "STAGES": stages,
+            "FULL": lambda arch: whole and groups % rows(arch) == 0}
 
 
 def _format(name: str) -> dict[str, Any]:
@@ -181,32 +215,35 @@ def encode_launch(x: Tensor, wire: Tensor, group: int = 128, *, mode: str = "lea
     """x [r, n], wire [r, b]; peaks [r] int32 zeros for mode coarse, whose first pass fills them."""
     top = checked(group, mode, format, target, alpha)
     product = hadamard and (x.dtype == torch.bfloat16 if product is None else product)
-    groups = groups_of(wire.shape[1], group, mode)
+    groups, n = groups_of(wire.shape[1], group, mode), x.shape[1]
     norm = 1.0 if not hadamard else 1.0 / group if mode == "lean" else 1.0 / math.sqrt(group)
-    arguments = {"x": x, "wire": wire, "bad": bad, "peaks": peaks, **_halves(noise), "rows": len(x), "n": x.shape[1],
-                 "groups": groups, "x_stride": x.stride(0), "wire_stride": wire.stride(0)}
-    constants = _shape(group, 1, product) | _format(format) | {
-        "HADAMARD": hadamard, "PRODUCT": product, "WIDE": x.dtype == torch.float32, "WHOLE": x.shape[1] == groups * group,
-        "NORM": norm, "MODE": MODES[mode], "SECOND": second, "ALPHA": alpha, "TOP": top, "TOP_CODE": FORMATS[format].top,
-        "CHANCE": noise is not None}
-    by_arch = _by_arch(group, product, group > WIDEST)
-    return Launch(encode_kernel, (_programs(len(x) * groups, group, x.device),), arguments, constants, WARPS, by_arch)
+    h = matrix(min(group, WIDEST), x.dtype, norm if mode == "lean" else 1.0, False, x.device) if product else None
+    arguments = {"x": x, "wire": wire, "bad": bad, "peaks": peaks, "matrix": h, **_halves(noise), "n": n, "groups": groups,
+                 "x_stride": x.stride(0), "wire_stride": wire.stride(0)}
+    whole = n == groups * group
+    constants = {"G": group} | _transform(group) | _format(format) | {
+        "HADAMARD": hadamard, "PRODUCT": product, "WHOLE": whole, "NORM": norm, "MODE": MODES[mode], "SECOND": second,
+        "ALPHA": alpha, "TOP": top, "TOP_CODE": FORMATS[format].top, "CHANCE": noise is not None}
+    grid = _grid(groups, group, len(x), x.device, PER_PROCESSOR)
+    return Launch(encode_kernel, grid, arguments, constants, WARPS, _by_arch(groups, group, whole, product, 1, group > WIDEST))
 
 
 def decode_launch(wire: Tensor, out: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True,
-                  format: str = "e4m3", product: bool | None = None, stripes: int = 1) -> Launch:
-    """wire [r, b] -> out [r, n]; stripes p: wire [p, b] -> out [1, n]."""
+                  format: str = "e4m3", product: bool | None = None, stripes: int = 1, stripe: int | None = None) -> Launch:
+    """wire [r, b] -> out [r, n]; stripes p: wire [p, b] -> out [1, n], and where they lie apart, `stripe` bytes from each to
+    the next, `wire` is the first of them."""
     checked(group, mode, format)
     product = hadamard and (out.dtype == torch.bfloat16 or stripes == 1 if product is None else product)
-    groups = groups_of(wire.shape[1], group, mode)
+    groups, n = groups_of(wire.shape[1], group, mode), out.shape[1]
     norm = 1.0 / math.sqrt(group) if hadamard and mode != "lean" else 1.0
-    arguments = {"wire": wire, "out": out, "rows": len(out), "n": out.shape[1], "groups": groups, "stripe": wire.stride(0),
-                 "wire_stride": wire.stride(0), "out_stride": out.stride(0)}
-    constants = _shape(group, stripes, product) | _format(format) | {
-        "STRIPES": stripes, "HADAMARD": hadamard, "PRODUCT": product, "WIDE": False, "WHOLE": out.shape[1] == groups * group,
-        "NORM": norm, "MODE": MODES[mode]}
-    by_arch = _by_arch(group, product, group > WIDEST or stripes > 1 or out.dtype == torch.float32)
-    return Launch(decode_kernel, (_programs(len(out) * groups, group, out.device),), arguments, constants, WARPS, by_arch)
+    h = matrix(min(group, WIDEST), torch.float16, 1.0, True, out.device) if product else None
+    arguments = {"wire": wire, "out": out, "matrix": h, "n": n, "groups": groups,
+                 "stripe": wire.stride(0) if stripe is None else stripe, "wire_stride": wire.stride(0), "out_stride": out.stride(0)}
+    whole = n == groups * group
+    constants = {"G": group} | _transform(group) | _format(format) | {
+        "STRIPES": stripes, "HADAMARD": hadamard, "PRODUCT": product, "WHOLE": whole, "NORM": norm, "MODE": MODES[mode]}
+    by_arch = _by_arch(groups, group, whole, product, stripes, group > WIDEST or stripes > 1 or out.dtype == torch.float32)
+    return Launch(decode_kernel, _grid(groups, group, len(out), out.device, PER_PROCESSOR), arguments, constants, WARPS, by_arch)
 
 
 def reduce_launch(wires: Tensor, out: Tensor, group: int = 128, *, mode: str = "lean", alpha: bool = True, format: str = "e4m3",
@@ -217,10 +254,11 @@ def reduce_launch(wires: Tensor, out: Tensor, group: int = 128, *, mode: str = "
     groups = groups_of(wires.shape[1], group, mode)
     arguments = {"wire": wires, "out": out, "bad": bad, "peaks": peaks, **_halves(noise), "groups": groups,
                  "stripe": wires.stride(0)}
-    constants = _shape(group, len(wires)) | _format(format) | {
+    constants = {"G": group} | _format(format) | {
         "STRIPES": len(wires), "MODE": MODES[mode], "SECOND": second, "ALPHA": alpha, "TOP": top,
         "TOP_CODE": FORMATS[format].top, "CHANCE": noise is not None}
-    return Launch(reduce_kernel, (_programs(groups, group, out.device),), arguments, constants, WARPS, _by_arch(group))
+    grid = _grid(groups, group, 1, out.device, PER_PROCESSOR_PLAIN * (1 if len(wires) < MANY else 2))
+    return Launch(reduce_kernel, grid[:1], arguments, constants, WARPS, _by_arch(groups, group, True, False, len(wires)))
 
 
 def encode(x: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, alpha: bool = True, format: str = "e4m3",

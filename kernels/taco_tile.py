@@ -8,24 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.float8 import to_code, to_code_by_chance
+from kernels.float8 import from_code, to_code, to_code_by_chance
 from kernels.taco_reference import ALPHA_MAX, ALPHA_MIN, FLOOR, LAMBDA, SCALE_MAX, SMALLEST
 
 LEAN, PAPER, COARSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _LAMBDA, _FLOOR, _SCALE_MAX = tl.constexpr(LAMBDA), tl.constexpr(FLOOR), tl.constexpr(SCALE_MAX)
 _ALPHA_MIN, _ALPHA_MAX, _SMALLEST = tl.constexpr(ALPHA_MIN), tl.constexpr(ALPHA_MAX), tl.constexpr(SMALLEST)
 INFINITE = tl.constexpr(0x7F800000)
-
-
-@triton.jit
-def matrix(K: tl.constexpr, WIDE: tl.constexpr):
-    """[K, K] of 1 where i & j has an even number of ones, else -1."""
-    i = tl.arange(0, K)
-    both = i[:, None] & i[None, :]
-    both ^= both >> 4
-    both ^= both >> 2
-    both ^= both >> 1
-    return (1 - 2 * (both & 1)).to(tl.float32 if WIDE else tl.bfloat16)
 
 
 @triton.jit
@@ -39,9 +28,57 @@ def butterflies(x, ROWS: tl.constexpr, G: tl.constexpr, FIRST: tl.constexpr, LAS
 
 
 @triton.jit
-def product(x, h, ROWS: tl.constexpr, G: tl.constexpr, K: tl.constexpr, LOG_K: tl.constexpr, LOG_G: tl.constexpr):
-    y = tl.dot(tl.reshape(x, (ROWS * G // K, K)).to(h.dtype), h, input_precision="ieee")
-    return butterflies(tl.reshape(y, (ROWS, G)), ROWS, G, LOG_K, LOG_G)
+def beside(a, b):
+    """[ROWS, W] twice -> [ROWS, 2 W]."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def fetched(x, here, left, inside, WHOLE: tl.constexpr, FULL: tl.constexpr):
+    """Elements at x + here: those of groups that exist, and before `left` where a row ends within a group. Others are 0."""
+    if FULL:
+        found = tl.load(x + here)
+    elif WHOLE:
+        found = tl.load(x + here, mask=inside[:, None], other=0)
+    else:
+        found = tl.load(x + here, mask=here < left, other=0)
+    return found
+
+
+@triton.jit
+def product(x, here, left, inside, h, FLOAT: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
+            FULL: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, HARDWARE: tl.constexpr):
+    """Values, or codes where not FLOAT, at x, times H: [ROWS, PARTS · K]. here [ROWS, K]: the first of the PARTS."""
+    y = tl.dot(operand(x, here, left, inside, h, FLOAT, WHOLE, FULL, BITS, LOWEST, HARDWARE), h, input_precision="ieee")
+    if PARTS > 1:
+        z = tl.dot(operand(x + K, here, left - K, inside, h, FLOAT, WHOLE, FULL, BITS, LOWEST, HARDWARE), h, input_precision="ieee")
+        low = beside(y + z, y - z)
+        y = low
+        if PARTS > 2:
+            x += 2 * K
+            left -= 2 * K
+            u = tl.dot(operand(x, here, left, inside, h, FLOAT, WHOLE, FULL, BITS, LOWEST, HARDWARE), h, input_precision="ieee")
+            v = tl.dot(operand(x + K, here, left - K, inside, h, FLOAT, WHOLE, FULL, BITS, LOWEST, HARDWARE), h,
+                       input_precision="ieee")
+            high = beside(u + v, u - v)
+            y = beside(low + high, low - high)
+    return y
+
+
+@triton.jit
+def operand(x, here, left, inside, h, FLOAT: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr, BITS: tl.constexpr,
+            LOWEST: tl.constexpr, HARDWARE: tl.constexpr):
+    """What a product reads, in the type of H, which holds it exactly.
+
+    Codes come in the order of columns in which a thread's share of the product is 4 neighbouring bytes; H's rows stand in
+    that order too (kernels.taco.matrix).
+    """
+    found = fetched(x, here, left, inside, WHOLE, FULL)
+    if not FLOAT:
+        found = tl.reshape(found, (found.shape[0], found.shape[1] // 16, 4, 2, 2))
+        found = tl.reshape(tl.permute(found, (0, 1, 3, 2, 4)), (found.shape[0], found.shape[1] * found.shape[2] * 4))
+        found = from_code(found, h.dtype, BITS, LOWEST, HARDWARE)
+    return found.to(h.dtype)
 
 
 @triton.jit
@@ -72,19 +109,27 @@ def factors(x, MODE: tl.constexpr, ALPHA: tl.constexpr, TOP: tl.constexpr, G: tl
 
 @triton.jit
 def coded(v, first, seed_low, seed_high, ROWS: tl.constexpr, G: tl.constexpr, TOP_CODE: tl.constexpr, BITS: tl.constexpr,
-           LOWEST: tl.constexpr, CHANCE: tl.constexpr, HARDWARE: tl.constexpr):
+          LOWEST: tl.constexpr, CHANCE: tl.constexpr, HARDWARE: tl.constexpr):
     """first: index of the tile's first element in the whole tensor, a multiple of 4."""
-    v = tl.minimum(tl.maximum(v, -TOP_CODE), TOP_CODE)
-    if CHANCE:
-        seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True).to(tl.uint64)
-        counter = first // 4 + tl.arange(0, ROWS * G // 4).to(tl.int64)
-        none = tl.zeros([ROWS * G // 4], tl.uint32)
-        w0, w1, w2, w3 = tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), none, none)
-        word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, G))
-        code = to_code_by_chance(v, word, BITS, LOWEST)
+    if HARDWARE and BITS == 3 and not CHANCE:
+        code = to_code(v, BITS, LOWEST, HARDWARE)  # saturates by itself
     else:
-        code = to_code(v, BITS, LOWEST, HARDWARE)
+        v = tl.minimum(tl.maximum(v, -TOP_CODE), TOP_CODE)
+        if CHANCE:
+            seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True).to(tl.uint64)
+            counter = first // 4 + tl.arange(0, ROWS * G // 4).to(tl.int64)
+            none = tl.zeros([ROWS * G // 4], tl.uint32)
+            w0, w1, w2, w3 = tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), none, none)
+            word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, G))
+            code = to_code_by_chance(v, word, BITS, LOWEST)
+        else:
+            code = to_code(v, BITS, LOWEST, HARDWARE)
     return code
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -95,12 +140,15 @@ def _count(bad, found):
 
 
 @triton.jit
-def write(y, sent, wire, place, inside, offset, groups, first, bad, peak_of_row, seed_low, seed_high, ROWS: tl.constexpr,
-           G: tl.constexpr, MODE: tl.constexpr, SECOND: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
-           BITS: tl.constexpr, LOWEST: tl.constexpr, CHANCE: tl.constexpr, HARDWARE: tl.constexpr):
-    """Scales and codes of a tile; wire and peak_of_row: of its row. place [ROWS]: groups of the row, `inside`: that exist."""
+def write(y, sent, wire, place, inside, here, groups, base, first, bad, peak_of_row, seed_low, seed_high, ROWS: tl.constexpr,
+          G: tl.constexpr, MODE: tl.constexpr, SECOND: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
+          BITS: tl.constexpr, LOWEST: tl.constexpr, CHANCE: tl.constexpr, FULL: tl.constexpr, HARDWARE: tl.constexpr):
+    """Scales and codes of a tile; wire and peak_of_row: of its row. place [ROWS]: groups of the row, `inside`: that exist.
+
+    Codes of a group with a NaN or Inf are zeros, written over what the arithmetic made: that costs nothing where there is none.
+    """
     top = tl.full([ROWS], TOP, tl.float32)
-    bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    bits = tl.reduce(tl.abs(y), 1, _larger).to(tl.int32, bitcast=True)
     good = bits < INFINITE
     peak = bits.to(tl.float32, bitcast=True)
     fields = (wire + groups.to(tl.int64) * G).to(tl.pointer_type(tl.float32))
@@ -125,17 +173,20 @@ def write(y, sent, wire, place, inside, offset, groups, first, bad, peak_of_row,
             held = tl.maximum(peak, TOP * _SMALLEST)
             v = y * tl.div_rn(top, held)[:, None]
             tl.store(fields + place, tl.where(good, tl.div_rn(held, top), nan), mask=inside)
-        code = coded(tl.where(good[:, None], v, 0.0), first, seed_low, seed_high, ROWS, G, TOP_CODE, BITS, LOWEST, CHANCE,
-                      HARDWARE)
-        tl.store(wire + offset, code, mask=inside[:, None])
+        code = coded(v, first, seed_low, seed_high, ROWS, G, TOP_CODE, BITS, LOWEST, CHANCE, HARDWARE)
+        codes = wire + base
+        if FULL:
+            tl.store(codes + here, code)
+        else:
+            tl.store(codes + here, code, mask=inside[:, None])
+        tl.store(codes + here, tl.zeros_like(code), mask=(inside & (bits >= INFINITE))[:, None])
         if MODE != COARSE:
             _count(bad, inside & (bits >= INFINITE))
 
 
 @triton.jit
-def scales(wire, place, inside, groups, G: tl.constexpr, MODE: tl.constexpr):
-    """s / alpha of a tile's groups: [ROWS]."""
-    fields = (wire + groups.to(tl.int64) * G).to(tl.pointer_type(tl.float32))
+def scales(fields, place, inside, groups, MODE: tl.constexpr):
+    """s / alpha of a tile's groups: [ROWS]. fields: where the row's scales begin."""
     scale = tl.load(fields + place, mask=inside, other=0.0)
     if MODE == PAPER:
         scale = tl.div_rn(scale, tl.maximum(tl.load(fields + groups + place, mask=inside, other=1.0), _FLOOR))

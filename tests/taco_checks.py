@@ -36,13 +36,17 @@ def same(got: Tensor, want: Tensor) -> bool:
     return got.shape == want.shape and bool(((got == want) | (got.isnan() & want.isnan())).all())
 
 
-def near(got: Tensor, want: Tensor, group: int, mode: str) -> None:
-    """Wires whose codes differ rarely and by one step, and whose scales agree within rounding."""
+def near(got: Tensor, want: Tensor, options: dict[str, Any]) -> None:
+    """Wires whose codes differ rarely and by one step, and whose scales agree within rounding. E5M2 reaches below what a sum of
+    float32 numbers resolves: there a code may be anything that small."""
+    group, mode, kind = options["group"], options["mode"], taco_reference.FORMATS[options["format"]]
     size = taco_reference.groups_of(want.shape[-1], group, mode) * group
-    ours, theirs = (w[..., :size].int() for w in (got, want))
+    ours, theirs = (w[..., :size].contiguous() for w in (got, want))
     off = ours != theirs
-    assert off.sum() <= max(4, off.numel() // 10_000), f"{off.sum()} of {off.numel()} codes"
-    assert (((ours & 0x7F) - (theirs & 0x7F)).abs() <= 1).all()
+    ours, theirs, a, b = (w[off] for w in (ours.int(), theirs.int(), *(w.view(kind.dtype).float() for w in (ours, theirs))))
+    lost = torch.maximum(a.abs(), b.abs()) <= kind.top * 2.0**-20
+    assert (~lost).sum() <= max(8, off.numel() // 10_000), f"{(~lost).sum()} of {off.numel()} codes"
+    assert ((ours - theirs).abs()[~lost] <= 1).all()
     scales = [w[..., size:].contiguous().view(torch.float32) for w in (got, want)]
     torch.testing.assert_close(*scales, rtol=1e-6, atol=0.0, equal_nan=True)
 
@@ -59,9 +63,12 @@ def check(device: str, dtype: torch.dtype, n: int, options: dict[str, Any], prod
     wide = torch.full((3, size + 8), 0x55, dtype=torch.uint8, device=device)
     got = taco.encode(x, **options, bad=bad, out=wide[:, 4:4 + size], product=product)
     assert (wide[:, :4] == 0x55).all() and (wide[:, 4 + size:] == 0x55).all(), "written beside the row"
-    assert torch.equal(got, taco.encode(x, **options, product=product)), "two calls, two results"
+    again = torch.full((3, size + 8), 0xAA, dtype=torch.uint8, device=device)[:, 4:4 + size]
+    assert torch.equal(got, taco.encode(x, **options, product=product, out=again)), "two calls, two results"
+    aligned = taco.encode(x, **options, product=product)  # wider accesses: where alpha is a sum, its order is another
+    assert torch.equal(aligned, want) if exact else near(aligned, want, options) is None
     assert bad.item() == want_bad.item() == 1
-    assert torch.equal(got, want) if exact else near(got, want, group, mode) is None
+    assert torch.equal(got, want) if exact else near(got, want, options) is None
     for out in (torch.float32, dtype):
         result = torch.full((3, n), math.nan, dtype=out, device=device)
         taco.decode(want, **read, out=result, product=reading)
@@ -71,17 +78,17 @@ def check(device: str, dtype: torch.dtype, n: int, options: dict[str, Any], prod
     assert same(butterflies, taco_reference.taco_decode(want, **read))
     assert same(taco.total(want, **read, product=False), taco_reference.taco_total(want, **read))
     got, want = taco.reduce(want, **options), taco_reference.taco_reduce(want, **options)
-    assert torch.equal(got, want) if mode == "lean" else near(got[None], want[None], group, mode) is None
+    assert torch.equal(got, want) if mode == "lean" else near(got[None], want[None], options) is None
 
 
 def interpret() -> None:
-    """Small tiles, so that small tensors have several and a tail. A product is tried on float32, which the interpreter has."""
+    """Small tiles, so that small tensors have several and a tail. A product is tried on float32 values and float16 codes, which the interpreter has."""
     taco.TILE = taco.TILE_PLAIN = 1024
     chosen = [o for o in GRID if o["group"] == 128 or (o["group"] in (32, 512) and o["mode"] == "lean" and o["noise"] is None)]
     for options in chosen:
         check("cpu", torch.float32, 600, options, False, False)
         if options["hadamard"] and options["noise"] is None:
-            check("cpu", torch.float32, 600, options, True, False)
+            check("cpu", torch.float32, 600, options, True, True)
     sys.stdout.write(f"{len(chosen)} settings\n")
 
 

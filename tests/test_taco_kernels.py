@@ -18,7 +18,7 @@ from kernels.registry import ENTRIES, compile
 MINE = [e for e in ENTRIES if e.function.__module__ == "kernels.taco"]
 USUAL = [e for e in MINE if "-g128" in e.name and "fp32" not in e.name and "=" not in e.name]
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-SHARED = 99 * 1024  # bytes a block may have where it has least: sm_86, 89, 120
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a block may have
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -30,7 +30,7 @@ def test_kernels_compile_without_spills(arch):
     """The usual ones on each architecture, the others in turn."""
     for entry in {e.name: e for e in USUAL + MINE[ARCHITECTURES.index(arch)::len(ARCHITECTURES)]}.values():
         made = compile(entry, arch)
-        assert made.spills == 0 and 16 <= made.registers <= 255 and made.shared <= SHARED, (entry.name, made)
+        assert made.spills == 0 and 16 <= made.registers <= 255 and made.shared <= SHARED[arch] * 1024, (entry.name, made)
 
 
 def test_wide_accesses_and_tensor_cores():
