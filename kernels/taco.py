@@ -18,7 +18,7 @@ Below sm_89 codes are made in integer arithmetic (kernels/float8.py). The parts 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -154,7 +154,7 @@ def reduce_kernel(wire, out, bad, peaks, seed_low, seed_high, groups, stripe, RO
               TOP_CODE, BITS, LOWEST, CHANCE, FULL, HARDWARE)
 
 
-@lru_cache(maxsize=None)
+@cache
 def matrix(size: int, dtype: torch.dtype, scale: float, codes: bool, device: torch.device) -> Tensor:
     """[size, size] of +scale where i & j has an even number of ones, else -scale. Made once; programs read it from the cache.
 
@@ -296,12 +296,17 @@ def decode(wire: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool
 
 
 def total(wires: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, format: str = "e4m3",
-          out: Tensor | None = None, product: bool | None = None) -> Tensor:
-    """wires [p, nbytes(n)] uint8 -> sum of their rows [n] in float32 and rank order; `out` as in `decode`."""
-    rows = wires if _fits(wires) else wires.contiguous()
+          out: Tensor | None = None, product: bool | None = None, stripes: int | None = None, stripe: int | None = None) -> Tensor:
+    """wires [p, nbytes(n)] uint8 -> sum of their rows [n] in float32 and rank order; `out` as in `decode`.
+
+    Where rows are no tensor of their own, `wires` is the first, and `stripes` of them lie `stripe` bytes apart, in the memory of
+    peers too.
+    """
+    rows = wires if stripe is not None or _fits(wires) else wires.contiguous()
     found = _result(None if out is None else out[None], rows[:1], group, mode)
     if found.numel():
-        decode_launch(rows, found, group, mode=mode, hadamard=hadamard, format=format, product=product, stripes=len(rows)).run()
+        decode_launch(rows, found, group, mode=mode, hadamard=hadamard, format=format, product=product,
+                      stripes=stripes or len(rows), stripe=stripe).run()
     return _handed(found, out, ())
 
 

@@ -103,8 +103,8 @@ class Codec(Protocol):
     """comm/<name>.py: floats <-> bytes. Knows no process group and no autograd.
 
     `native`: the dtype that the transport itself can add and ship (such a codec needs no method below `nbytes`), or None
-    where only bytes cross. Optional: `name`, `group` (elements that the wire pads a row to a multiple of), `min_bytes`
-    (messages that are smaller in bf16 cross in bf16), `algorithm` (auto, one-shot, two-shot), `nonfinite` (a count),
+    where only bytes cross. Optional: `name`, `group` (elements that the wire pads a row to a multiple of), `route`
+    (suite/comm/route.py: which messages cross so, and by which way), `nonfinite` (a count),
     `nonfinite_at` (counts by site and operand), `axis` (token: the wire moves the last dimension first before it cuts rows).
     Rows are what one rank gets: encode and decode take [n] and [r, n], and the bytes of a row may lie at any offset.
     """
@@ -114,7 +114,7 @@ class Codec(Protocol):
     def nbytes(self, numel: int) -> int: ...
     def encode(self, x: Tensor, out: Tensor, key: Key) -> None: ...  # x [..., n] float, out [..., nbytes(n)] uint8
     def decode(self, wire: Tensor, out: Tensor) -> None: ...  # out [..., n] of any float dtype
-    def reduce(self, wires: Sequence[Tensor], out: Tensor) -> None: ...  # p wires [nbytes(n)] -> float32 [n], rank order
+    def reduce(self, wires: Sequence[Tensor], out: Tensor) -> None: ...  # p wires [nbytes(n)] -> [n], rank order
     def reencode(self, wires: Sequence[Tensor], numel: int, out: Tensor, key: Key) -> None: ...  # encode(reduce(wires))
 
 

@@ -55,7 +55,7 @@ def check(device: str, dtype: torch.dtype, n: int, options: dict[str, Any], prod
           reading: bool | None = None) -> None:
     """product: how `encode` transforms; reading: how `decode` does."""
     x = rows(n, device, dtype)
-    group, mode, read = options["group"], options["mode"], {k: options[k] for k in READ}
+    mode, read = options["mode"], {k: options[k] for k in READ}
     exact = mode == "lean" and not (options["hadamard"] and (dtype == torch.bfloat16 if product is None else product))
     bad, want_bad = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
     want = taco_reference.taco_encode(x, **options, bad=want_bad)
@@ -82,7 +82,8 @@ def check(device: str, dtype: torch.dtype, n: int, options: dict[str, Any], prod
 
 
 def interpret() -> None:
-    """Small tiles, so that small tensors have several and a tail. A product is tried on float32 values and float16 codes, which the interpreter has."""
+    """Small tiles, so that small tensors have several and a tail. A product is tried on what the interpreter has: float32
+    values, float16 codes."""
     taco.TILE = taco.TILE_PLAIN = 1024
     chosen = [o for o in GRID if o["group"] == 128 or (o["group"] in (32, 512) and o["mode"] == "lean" and o["noise"] is None)]
     for options in chosen:

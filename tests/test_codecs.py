@@ -179,7 +179,7 @@ def test_reduce_adds_in_rank_order_and_reencode_is_encode_of_it(name):
 @pytest.mark.parametrize("name", BYTES)
 def test_options_out_of_range(name):
     for options in ({"group": 0}, {"min_bytes": -1}, {"algorithm": "three-shot"}):
-        with pytest.raises(ValueError, match=f"comm {name}"):
+        with pytest.raises(ValueError, match="comm"):
             codec(name, **options)
 
 

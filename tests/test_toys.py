@@ -17,6 +17,7 @@ from torch import Tensor
 
 from suite.assemble import assemble
 from suite.case import Case
+from suite.comm.route import Route
 from suite.layout.megatron import Enter, Leave, Megatron
 from suite.mesh import Mesh
 from suite.seams import Key, Product, Spec
@@ -36,7 +37,7 @@ class Plain4:
     group = 1
 
     def __init__(self, algorithm: str = "auto"):
-        self.algorithm = algorithm
+        self.route = Route(algorithm=algorithm)
 
     def nbytes(self, numel: int) -> int:
         return 4 * numel
@@ -117,7 +118,7 @@ def test_a_case_gets_what_it_names():
     case = case_of("gpt-tiny", LAYOUT, 2, PRECISION, {"name": CODEC, "algorithm": "two-shot"})
     codec, layout, precision = values(case)
     assert (type(codec).__name__, type(layout).__name__, type(precision).__name__) == ("Plain4", "FeedForwardOnly", "Halves")
-    assert codec.algorithm == "two-shot"
+    assert codec.route.algorithm == "two-shot"
     assert "Plain4-algorithm=two-shot" in case.id and "FeedForwardOnly" in case.id and "Halves" in case.id
 
 

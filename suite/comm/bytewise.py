@@ -7,20 +7,28 @@ n elements, p ranks, e(n) bytes of the codec for n elements (n rounded up to who
     all-gather             all-gather Q(x_i);                       y = all Q(x_i)                    sends (p-1) e(n)
 Each rank decodes its own bytes too, so that all ranks hold equal bits. A statistic `exact` rides behind the codes of an
 all-reduce in its own dtype: whole in one shot; in two shots each rank adds up one p-th of it and the second shot spreads it.
+
+A large all-reduce is cut into `depth` slices of whole groups, so that one is encoded while another is on the wire and a third
+is decoded; the numbers are those of one slice. Bytes lie in a parcel (suite/comm/transport.py), which the library moves or peers
+read.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from suite.comm.transport import Transport
+from suite.comm.route import PLAIN, Route
+from suite.comm.transport import Parcel, Transport
 from suite.seams import Codec, Key
 
 SMALL = 32 * 1024  # encoded bytes of a whole tensor below which one shot is sent: two latencies cost more than the bytes
+LARGE, SLICES = 8 * 1024 * 1024, 4  # encoded bytes from which an all-reduce on GPUs is cut, and into how many
+TILE = 64  # groups: slices are multiples, so that no kernel meets a tile in part
 
 
 @dataclass
@@ -34,13 +42,41 @@ class Flight:
     exact_sent: float = 0.0
 
 
-def all_reduce(transport: Transport, codec: Codec, x: Tensor, exact: Tensor | None, key: Key) -> Flight:
-    """Sum over ranks of x (any shape) and of `exact` (contiguous float32 or float64, any shape)."""
-    algorithm = getattr(codec, "algorithm", "auto")
+@dataclass
+class Slice:
+    """A part of an all-reduce under way; `land` writes its sum and gives the statistic's."""
+
+    payload: int
+    land: Callable[[Tensor], Tensor | None]
+    extra: int = 0
+
+
+def route_of(codec: Codec) -> Route:
+    return getattr(codec, "route", PLAIN)
+
+
+def all_reduce(transport: Transport, codec: Codec, x: Tensor, exact: Tensor | None, key: Key,
+               algorithm: str | None = None) -> Flight:
+    """Sum over ranks of x (any shape) and of `exact` (contiguous float32 or float64, any shape). algorithm: None: the codec's."""
+    p, flat, route = transport.size, x.reshape(-1), route_of(codec)
+    size = codec.nbytes(len(flat))
+    algorithm = algorithm or route.algorithm
     if algorithm == "auto":
-        small = codec.nbytes(x.numel()) < SMALL
-        algorithm = "one-shot" if transport.size == 2 or small else "two-shot"
-    return (_one_shot if algorithm == "one-shot" else _two_shot)(transport, codec, x, exact, key)
+        algorithm = "one-shot" if p == 2 or size < SMALL else "two-shot"
+    send, sent = (_one_shot, p - 1.0) if algorithm == "one-shot" else (_two_shot, 2 * (p - 1) / p)
+    depth = route.depth or (SLICES if size >= LARGE and transport.overlaps(x.device) else 1)
+    ends = _cut(len(flat), TILE * p * getattr(codec, "group", 1), depth)
+    slices = [send(transport, codec, flat[a:b], exact if a == 0 else None,
+                   key if a == 0 else replace(key, operand=f"{key.operand} from {a}")) for a, b in pairwise(ends)]
+
+    def finish() -> tuple[Tensor, Tensor | None]:
+        out = torch.empty_like(flat)
+        with transport.aside(x.device, len(slices)):
+            found = [one.land(out[a:b]) for one, (a, b) in zip(slices, pairwise(ends))]
+        return out.view(x.shape), found[0]
+
+    payload, extra = sum(one.payload for one in slices), slices[0].extra
+    return Flight(payload, sent * payload, finish, extra, sent * extra)
 
 
 def reduce_scatter(transport: Transport, codec: Codec, x: Tensor, dim: int, key: Key) -> Flight:
@@ -49,30 +85,34 @@ def reduce_scatter(transport: Transport, codec: Codec, x: Tensor, dim: int, key:
     parts = x.unflatten(dim, (p, x.shape[dim] // p)).movedim(dim, 0)  # [p, ...]
     shape, n = parts.shape[1:], parts[0].numel()
     source = _padded(parts.reshape(p, n), codec)
-    message = _encode(codec, source, key)
-    handle = transport.all_to_all(message)
+    parcel = _encoded(transport, codec, source, key)
+    parcel.start("all_to_all")
 
     def finish() -> tuple[Tensor, None]:
-        total = torch.empty(source.shape[1], dtype=torch.float32, device=x.device)
-        codec.reduce(handle.wait().unbind(), total)
-        return total[:n].view(shape).to(x.dtype), None
+        total = torch.empty(source.shape[1], dtype=x.dtype, device=x.device)
+        codec.reduce(list(parcel.read()), total)
+        parcel.done()
+        return total[:n].view(shape), None
 
-    return Flight(message.numel(), (p - 1) / p * message.numel(), finish)
+    payload = parcel.bytes.numel()
+    return Flight(payload, (p - 1) / p * payload, finish)
 
 
 def all_gather(transport: Transport, codec: Codec, x: Tensor, dim: int, key: Key) -> Flight:
     """The tensors of all ranks, joined along `dim` in rank order."""
     p, n = transport.size, x.numel()
     source = _padded(x.reshape(1, n), codec)
-    message = _encode(codec, source, key)
-    handle = transport.all_gather(message[0])
+    parcel = _encoded(transport, codec, source, key)
+    parcel.start("all_gather")
 
     def finish() -> tuple[Tensor, None]:
         out = torch.empty(p, source.shape[1], dtype=x.dtype, device=x.device)
-        codec.decode(handle.wait(), out)
+        _decode(codec, parcel.read(), out)
+        parcel.done()
         return joined(out[:, :n].view(p, *x.shape), dim), None
 
-    return Flight(p * message.numel(), (p - 1) * message.numel(), finish)
+    payload = parcel.bytes.numel()
+    return Flight(p * payload, (p - 1) * payload, finish)
 
 
 def joined(stack: Tensor, dim: int) -> Tensor:
@@ -80,53 +120,61 @@ def joined(stack: Tensor, dim: int) -> Tensor:
     return stack.movedim(0, dim).flatten(dim, dim + 1) if dim else stack.flatten(0, 1)
 
 
-def _one_shot(transport: Transport, codec: Codec, x: Tensor, exact: Tensor | None, key: Key) -> Flight:
-    p, n = transport.size, x.numel()
-    source = _padded(x.reshape(1, n), codec)
-    tail = None if exact is None else exact.view(1, -1)
-    message = _encode(codec, source, key, tail)
-    handle = transport.all_gather(message[0])
+def _one_shot(transport: Transport, codec: Codec, x: Tensor, exact: Tensor | None, key: Key) -> Slice:
+    source = _padded(x[None], codec)
+    parcel = _encoded(transport, codec, source, key, None if exact is None else exact.view(1, -1))
+    parcel.start("all_gather")
     size = codec.nbytes(source.shape[1])
 
-    def finish() -> tuple[Tensor, Tensor | None]:
-        wires = handle.wait()
-        total = torch.empty(source.shape[1], dtype=torch.float32, device=x.device)
-        codec.reduce(wires[:, :size].unbind(), total)
-        y = total[:n].view(x.shape).to(x.dtype)
-        return y, None if exact is None else _ordered_sum(_read(wires[:, size:], exact.dtype)).view(exact.shape)
+    def land(out: Tensor) -> Tensor | None:
+        wires = parcel.read()
+        _whole(out, source.shape[1], lambda whole: codec.reduce([w[:size] for w in wires], whole))
+        total = None if exact is None else _ordered_sum(_read(wires, size, exact.dtype)).view(exact.shape)
+        parcel.done()
+        return total
 
-    extra = message.numel() - size
-    return Flight(size, (p - 1) * size, finish, extra, (p - 1) * extra)
+    return Slice(size, land, parcel.bytes.numel() - size)
 
 
-def _two_shot(transport: Transport, codec: Codec, x: Tensor, exact: Tensor | None, key: Key) -> Flight:
-    p, n = transport.size, x.numel()
+def _two_shot(transport: Transport, codec: Codec, x: Tensor, exact: Tensor | None, key: Key) -> Slice:
+    p, n = transport.size, len(x)
     chunk = -(-n // p)
-    source = _padded(_fill(x.reshape(1, n), p * chunk).view(p, chunk), codec)
+    source = _padded(_fill(x[None], p * chunk).view(p, chunk), codec)
     tail = None
     if exact is not None:
         share = -(-exact.numel() // p)
         tail = _fill(exact.view(1, -1), p * share).view(p, share)
-    message = _encode(codec, source, key, tail)
-    handle = transport.all_to_all(message)
+    parcel = _encoded(transport, codec, source, key, tail)
+    parcel.start("all_to_all")
     width, size = source.shape[1], codec.nbytes(source.shape[1])
 
-    def finish() -> tuple[Tensor, Tensor | None]:
-        wires = handle.wait()
-        mine = torch.empty_like(wires[0])
-        codec.reencode(wires[:, :size].unbind(), width, mine[:size], replace(key, operand=f"{key.operand} sum"))
+    def land(out: Tensor) -> Tensor | None:
+        wires = parcel.read()
+        sums = transport.parcel(1, parcel.bytes.shape[1], x.device, route_of(codec).direct)
+        mine = sums.bytes[0]
+        codec.reencode([w[:size] for w in wires], width, mine[:size], replace(key, operand=f"{key.operand} sum"))
         if exact is not None:
-            mine[size:].copy_(_ordered_sum(_read(wires[:, size:], exact.dtype)).view(torch.uint8))
-        sums = transport.all_gather(mine).wait()
-        out = torch.empty(p, width, dtype=x.dtype, device=x.device)
-        codec.decode(sums[:, :size], out)
-        y = out[:, :chunk].reshape(-1)[:n].view(x.shape)
-        if exact is None:
-            return y, None
-        return y, _read(sums[:, size:], exact.dtype).reshape(-1)[: exact.numel()].view(exact.shape)
+            mine[size:].copy_(_ordered_sum(_read(wires, size, exact.dtype)).view(torch.uint8))
+        parcel.done()
+        sums.start("all_gather")
+        found = sums.read()
+        if p * chunk == n and width == chunk:
+            _decode(codec, found, out.view(p, chunk), size)
+        else:
+            whole = torch.empty(p, width, dtype=x.dtype, device=x.device)
+            _decode(codec, found, whole, size)
+            out.copy_(whole[:, :chunk].reshape(-1)[:n])
+        total = None if exact is None else _read(found, size, exact.dtype).reshape(-1)[: exact.numel()].view(exact.shape)
+        sums.done()
+        return total
 
-    extra, ring = message.numel() - p * size, 2 * (p - 1) / p
-    return Flight(p * size, ring * p * size, finish, extra, ring * extra)
+    return Slice(p * size, land, parcel.bytes.numel() - p * size)
+
+
+def _cut(n: int, step: int, depth: int) -> list[int]:
+    """Ends of `depth` slices of n elements that are multiples of `step`, the last one aside; fewer where n is small."""
+    length = -(-n // (depth * step)) * step
+    return [*range(0, n, length), n] if n > length else [0, n]
 
 
 def _padded(x: Tensor, codec: Codec) -> Tensor:
@@ -139,20 +187,40 @@ def _fill(x: Tensor, width: int) -> Tensor:
     return x if x.shape[1] == width else F.pad(x, (0, width - x.shape[1]))
 
 
-def _encode(codec: Codec, x: Tensor, key: Key, tail: Tensor | None = None) -> Tensor:
+def _encoded(transport: Transport, codec: Codec, x: Tensor, key: Key, tail: Tensor | None = None) -> Parcel:
     """Rows [r, n], and rows [r, m] that cross as they are -> bytes [r, e(n) + m * itemsize]."""
     size = codec.nbytes(x.shape[1])
     extra = 0 if tail is None else tail.shape[1] * tail.element_size()
-    message = torch.empty(x.shape[0], size + extra, dtype=torch.uint8, device=x.device)
-    codec.encode(x, message[:, :size], key)
+    parcel = transport.parcel(x.shape[0], size + extra, x.device, route_of(codec).direct)
+    codec.encode(x, parcel.bytes[:, :size], key)
     if tail is not None:
-        message[:, size:].copy_(tail.view(torch.uint8))
-    return message
+        parcel.bytes[:, size:].copy_(tail.view(torch.uint8))
+    return parcel
 
 
-def _read(wires: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes [p, b], at any offset -> values [p, b / itemsize]."""
-    return wires.clone(memory_format=torch.contiguous_format).view(dtype)
+def _decode(codec: Codec, wires: Tensor | Sequence[Tensor], out: Tensor, size: int | None = None) -> None:
+    """wires: the bytes of p ranks, the first `size` of each -> out [p, n]."""
+    if isinstance(wires, Tensor):
+        codec.decode(wires[:, :size], out)
+    else:
+        for wire, row in zip(wires, out):
+            codec.decode(wire[:size], row)
+
+
+def _whole(out: Tensor, width: int, write: Callable[[Tensor], None]) -> None:
+    """Writes whole groups into `out`, or into room for them where it ends within one."""
+    if len(out) == width:
+        return write(out)
+    whole = torch.empty(width, dtype=out.dtype, device=out.device)
+    write(whole)
+    out.copy_(whole[: len(out)])
+    return None
+
+
+def _read(wires: Tensor | Sequence[Tensor], start: int, dtype: torch.dtype) -> Tensor:
+    """What follows `start` in the bytes of p ranks, at any offset -> values [p, m]."""
+    rows = [wire[start:] for wire in wires]
+    return torch.stack(rows).view(dtype)
 
 
 def _ordered_sum(rows: Tensor) -> Tensor:

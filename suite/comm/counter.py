@@ -16,7 +16,8 @@ from suite.record import Kind, Traffic
 
 SUMS = ("calls", "elements", "payload_bytes", "wire_bytes")  # the rest of a Traffic row is its key
 _KEYS = tuple(f.name for f in fields(Traffic) if f.name not in SUMS)
-RING = {"all_reduce": 2.0, "max": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "barrier": 0.0}
+RING = {"all_reduce": 2.0, "max": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "barrier": 0.0,
+        "direct_all_gather": 1.0, "direct_all_to_all": 1.0}
 
 
 def ring_bytes(op: str, payload: int, size: int) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from suite.comm.grouped import Grouped
+from suite.comm.route import Route
 
 
 class Fp8(Grouped):
@@ -23,5 +24,6 @@ class Fp8(Grouped):
         return codes.view(torch.float8_e4m3fn).to(torch.float32)
 
 
-def build(group: int = 128, min_bytes: int = 0, algorithm: str = "auto", **context) -> Fp8:
-    return Fp8(group, min_bytes, algorithm)
+def build(group: int = 128, min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 0, direct: bool = True,
+          **context) -> Fp8:
+    return Fp8(group, Route(min_bytes, algorithm, depth, direct))

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from suite.comm.fp8 import Fp8
+from suite.comm.route import Route
 
 
 class Fp8Cast(Fp8):
     name = "fp8-cast"
     fields = 0
 
-    def __init__(self, min_bytes: int, algorithm: str) -> None:
-        super().__init__(1, min_bytes, algorithm)
+    def __init__(self, route: Route) -> None:
+        super().__init__(1, route)
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """No scales; the NaNs are in the codes, where they are counted."""
@@ -33,5 +34,6 @@ class Fp8Cast(Fp8):
         return (codes & 0x7F == 0x7F).sum()
 
 
-def build(min_bytes: int = 0, algorithm: str = "auto", **context) -> Fp8Cast:
-    return Fp8Cast(min_bytes, algorithm)
+def build(min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 0, direct: bool = True,
+          **context) -> Fp8Cast:
+    return Fp8Cast(Route(min_bytes, algorithm, depth, direct))

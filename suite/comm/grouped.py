@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from suite.comm.nonfinite import Nonfinite
+from suite.comm.route import PLAIN, Route
 from suite.seams import Key
-
-ALGORITHMS = ("auto", "one-shot", "two-shot")
 
 
 class Grouped(Nonfinite):
@@ -27,11 +26,10 @@ class Grouped(Nonfinite):
     top: float
     fields = 1  # float32 numbers sent with a group
 
-    def __init__(self, group: int = 128, min_bytes: int = 0, algorithm: str = "auto") -> None:
-        if group < 1 or min_bytes < 0 or algorithm not in ALGORITHMS:
-            raise ValueError(f"comm {self.name}: group {group}, min_bytes {min_bytes}, algorithm {algorithm!r}: expected "
-                             f"at least 1, at least 0, one of {', '.join(ALGORITHMS)}")
-        self.group, self.min_bytes, self.algorithm = group, min_bytes, algorithm
+    def __init__(self, group: int = 128, route: Route = PLAIN) -> None:
+        if group < 1:
+            raise ValueError(f"comm {self.name}: group {group}: expected at least 1")
+        self.group, self.route = group, route
         super().__init__()
         self._compiled: dict[str, Callable] = {}
 
@@ -64,7 +62,7 @@ class Grouped(Nonfinite):
         out.copy_(values[..., : out.shape[-1]])
 
     def reduce(self, wires: Sequence[Tensor], out: Tensor) -> None:
-        """Sum of p wires [nbytes(n)] in float32, in their order -> out [n]."""
+        """Sum of p wires [nbytes(n)] in float32, in their order -> out [n] of any float dtype."""
         values = self._on(wires[0].device, "total", *self._split_all(wires)).flatten()
         out.copy_(values[: out.shape[0]])
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from suite.comm.grouped import Grouped
+from suite.comm.route import Route
 
 
 class Int8(Grouped):
@@ -22,5 +23,6 @@ class Int8(Grouped):
         return codes.view(torch.int8).to(torch.float32)
 
 
-def build(group: int = 128, min_bytes: int = 0, algorithm: str = "auto", **context) -> Int8:
-    return Int8(group, min_bytes, algorithm)
+def build(group: int = 128, min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 0, direct: bool = True,
+          **context) -> Int8:
+    return Int8(group, Route(min_bytes, algorithm, depth, direct))

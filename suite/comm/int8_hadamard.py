@@ -13,13 +13,14 @@ from torch import Tensor
 
 from kernels.taco_reference import GROUPS, transform
 from suite.comm.int8 import Int8
+from suite.comm.route import Route
 
 
 class Int8Hadamard(Int8):
     name = "int8-hadamard"
 
-    def __init__(self, group: int, min_bytes: int, algorithm: str) -> None:
-        super().__init__(group, min_bytes, algorithm)
+    def __init__(self, group: int, route: Route) -> None:
+        super().__init__(group, route)
         if group not in GROUPS:
             raise ValueError(f"comm {self.name}: group {group}: expected a power of two from {GROUPS[0]} to {GROUPS[-1]}")
 
@@ -42,5 +43,6 @@ class Int8Hadamard(Int8):
         return out
 
 
-def build(group: int = 128, min_bytes: int = 0, algorithm: str = "auto", **context) -> Int8Hadamard:
-    return Int8Hadamard(group, min_bytes, algorithm)
+def build(group: int = 128, min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 0, direct: bool = True,
+          **context) -> Int8Hadamard:
+    return Int8Hadamard(group, Route(min_bytes, algorithm, depth, direct))

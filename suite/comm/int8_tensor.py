@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from suite.comm.int8 import Int8
+from suite.comm.route import Route
 
 
 class Int8Tensor(Int8):
     name = "int8-tensor"
 
-    def __init__(self, min_bytes: int, algorithm: str) -> None:
-        super().__init__(1, min_bytes, algorithm)
+    def __init__(self, route: Route) -> None:
+        super().__init__(1, route)
 
     def nbytes(self, numel: int) -> int:
         return numel + 4
@@ -34,5 +35,6 @@ class Int8Tensor(Int8):
         return wire[..., :n].unsqueeze(-2), scales
 
 
-def build(min_bytes: int = 0, algorithm: str = "auto", **context) -> Int8Tensor:
-    return Int8Tensor(min_bytes, algorithm)
+def build(min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 0, direct: bool = True,
+          **context) -> Int8Tensor:
+    return Int8Tensor(Route(min_bytes, algorithm, depth, direct))

@@ -34,6 +34,7 @@ the plain torch of kernels/taco_reference.py, as a CPU does).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ from torch import Tensor
 
 from kernels import taco_reference
 from kernels.philox import fold
-from suite.comm.grouped import ALGORITHMS
 from suite.comm.nonfinite import Nonfinite
+from suite.comm.route import Route
 from suite.seams import Key
 
 ROUNDINGS, AXES = ("nearest", "stochastic"), ("hidden", "token")
@@ -53,15 +54,13 @@ class Taco(Nonfinite):
     name = "taco"
 
     def __init__(self, group: int, mode: str, hadamard: bool, alpha: bool, format: str, target: float | None, rounding: str,
-                 axis: str, fused: bool, min_bytes: int, algorithm: str) -> None:
+                 axis: str, fused: bool, route: Route) -> None:
         super().__init__()
         taco_reference.checked(group, mode, format, target, alpha)
-        for key, value, known in (("rounding", rounding, ROUNDINGS), ("axis", axis, AXES), ("algorithm", algorithm, ALGORITHMS)):
+        for key, value, known in (("rounding", rounding, ROUNDINGS), ("axis", axis, AXES)):
             if value not in known:
                 raise ValueError(f"comm taco: {key} {value!r}: expected one of {', '.join(known)}")
-        if min_bytes < 0:
-            raise ValueError(f"comm taco: min_bytes {min_bytes}: expected at least 0")
-        self.group, self.min_bytes, self.algorithm, self.axis = group, min_bytes, algorithm, axis
+        self.group, self.axis, self.route = group, axis, route
         self.by_chance, self.fused = rounding == "stochastic", fused
         self._read: dict[str, Any] = {"group": group, "mode": mode, "hadamard": hadamard, "format": format}
         self._write = self._read | {"alpha": alpha, "target": target}
@@ -78,8 +77,13 @@ class Taco(Nonfinite):
         self._on(wire.device, "decode")(wire, **self._read, out=out)
 
     def reduce(self, wires: Sequence[Tensor], out: Tensor) -> None:
-        """Sum of p wires [nbytes(n)] in float32, in their order -> out [n]."""
-        self._on(out.device, "total")(_stacked(wires), **self._read, out=out)
+        """Sum of p wires [nbytes(n)] in float32, in their order -> out [n] of any float dtype."""
+        total = self._on(out.device, "total")
+        apart = self._apart(wires) if out.device.type == "cuda" and self.fused else None
+        if apart is None:
+            total(_stacked(wires), **self._read, out=out)
+        else:
+            total(wires[0][None], **self._read, out=out, stripes=len(wires), stripe=apart)
 
     def reencode(self, wires: Sequence[Tensor], numel: int, out: Tensor, key: Key) -> None:
         """The sum of p wires of `numel` elements, whole groups throughout, encoded again -> out [nbytes(numel)]."""
@@ -99,6 +103,13 @@ class Taco(Nonfinite):
         return fold(key.seed, key.step, key.micro, key.dp, *key.site, key.way, key.operand) if self.by_chance else None
 
 
+    @staticmethod
+    def _apart(wires: Sequence[Tensor]) -> int | None:
+        """Bytes from each wire to the next where they lie evenly apart in memory, as two always do: a kernel reads them there."""
+        steps = {b.data_ptr() - a.data_ptr() for a, b in pairwise(wires)}
+        return steps.pop() if len(steps) == 1 and all(w.stride() == (1,) for w in wires) else None
+
+
 def _stacked(wires: Sequence[Tensor]) -> Tensor:
     """[p, b]: a view where the wires lie one stride apart in one tensor, as those of one message do."""
     first, step = wires[0], wires[1].storage_offset() - wires[0].storage_offset() if len(wires) > 1 else wires[0].numel()
@@ -110,6 +121,6 @@ def _stacked(wires: Sequence[Tensor]) -> Tensor:
 
 
 def build(group: int = 128, mode: str = "lean", hadamard: bool = True, alpha: bool = True, format: str = "e4m3",
-          target: float | None = None, rounding: str = "nearest", axis: str = "hidden", fused: bool = True, min_bytes: int = 0,
-          algorithm: str = "auto", **context) -> Taco:
-    return Taco(group, mode, hadamard, alpha, format, target, rounding, axis, fused, min_bytes, algorithm)
+          target: float | None = None, rounding: str = "nearest", axis: str = "hidden", fused: bool = True,
+          min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 0, direct: bool = True, **context) -> Taco:
+    return Taco(group, mode, hadamard, alpha, format, target, rounding, axis, fused, Route(min_bytes, algorithm, depth, direct))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from suite.comm.grouped import Grouped
+from suite.comm.route import Route
 
 STEPS = 15.0
 
@@ -20,8 +21,8 @@ class TahQuant(Grouped):
     top = STEPS
     fields = 2
 
-    def __init__(self, group: int, min_bytes: int, algorithm: str) -> None:
-        super().__init__(group, min_bytes, algorithm)
+    def __init__(self, group: int, route: Route) -> None:
+        super().__init__(group, route)
         if group % 2:
             raise ValueError(f"comm {self.name}: group {group}: expected an even number, two codes share a byte")
 
@@ -46,5 +47,6 @@ class TahQuant(Grouped):
         return torch.isnan(scales[..., 0]).sum()
 
 
-def build(group: int = 128, min_bytes: int = 0, algorithm: str = "auto", **context) -> TahQuant:
-    return TahQuant(group, min_bytes, algorithm)
+def build(group: int = 128, min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 0, direct: bool = True,
+          **context) -> TahQuant:
+    return TahQuant(group, Route(min_bytes, algorithm, depth, direct))

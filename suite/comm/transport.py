@@ -1,7 +1,8 @@
 """The only file that calls torch.distributed's collectives: tensors in, handles out, every message told to the counter.
 
 Three roads with one face: CPU tensors over gloo, CUDA tensors over NCCL, CUDA tensors over gloo (ranks that share a
-GPU), which cross through pinned host memory. Groups of one process and empty tensors make no call.
+GPU), which cross through pinned host memory. Groups of one process and empty tensors make no call. Encoded bytes have a fourth:
+peers that reach each other's memory read it themselves (suite/comm/direct.py).
 
 Tried with torch 2.11 to 2.13. `all_gather_single` and `reduce_scatter_single` replace the `..._tensor` names that warn in
 2.13. gloo (2.13, CPU) adds, gathers, scatters and exchanges float16/32/64, bfloat16 and integers; it refuses float8,
@@ -9,6 +10,8 @@ which therefore crosses as uint8 everywhere.
 """
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from suite.comm import direct
 from suite.comm.counter import Counter
 from suite.mesh import Group
 
@@ -40,12 +44,67 @@ class Handle:
         return self.out if self.device is None else self.out.to(self.device)
 
 
+@dataclass
+class Parcel:
+    """Bytes [r, b] to be written, started, read on every rank, and given back. A direct one: suite.comm.direct.Message."""
+
+    transport: Transport
+    bytes: Tensor
+    handle: Handle | None = None
+
+    def start(self, op: Literal["all_gather", "all_to_all"]) -> None:
+        """all_gather: row 0 goes to all ranks. all_to_all: row i goes to rank i."""
+        self.handle = self.transport.all_gather(self.bytes[0]) if op == "all_gather" else self.transport.all_to_all(self.bytes)
+
+    def read(self) -> Tensor | Sequence[Tensor]:
+        """[p, b] in rank order."""
+        return self.handle.wait()
+
+    def done(self) -> None:
+        self.handle = None
+
+
 class Transport:
     """Moves tensors over one group. All inputs are contiguous; p is the group's size."""
 
     def __init__(self, group: Group, counter: Counter) -> None:
         self.group, self.counter = group, counter
         self.size, self.index = group.size, group.index
+        self._rooms: direct.Rooms | None = None
+        self._near_peers: bool | None = None
+        self._side: torch.cuda.Stream | None = None
+
+    def parcel(self, rows: int, size: int, device: torch.device, peers: bool = True) -> Parcel | direct.Message:
+        """Room for [rows, size] encoded bytes; peers: in memory that they read, where the link allows."""
+        if peers and self.reads_peers(device):
+            if self._rooms is None:
+                self._rooms = direct.Rooms(self.group, self.counter)
+            self._rooms.counter = self.counter
+            return self._rooms.take(rows, size, device)
+        return Parcel(self, torch.empty(rows, size, dtype=torch.uint8, device=device))
+
+    def reads_peers(self, device: torch.device) -> bool:
+        """Whether parcels are read where they lie."""
+        if self._near_peers is None:
+            self._near_peers = self.size > 1 and direct.usable(self.group, device) is None
+        return self._near_peers
+
+    def overlaps(self, device: torch.device) -> bool:
+        """Whether slices of a message can be encoded, be under way and be decoded at the same time."""
+        return device.type == "cuda" and not self.group.staged
+
+    @contextlib.contextmanager
+    def aside(self, device: torch.device, slices: int) -> Iterator[None]:
+        """Reading in a stream of its own, so that what is encoded meanwhile need not wait for it; joined at the end."""
+        if slices == 1 or not self.overlaps(device):
+            yield
+            return
+        if self._side is None:
+            self._side = torch.cuda.Stream(device)
+        here = torch.cuda.current_stream(device)
+        with torch.cuda.stream(self._side):
+            yield
+        here.wait_stream(self._side)
 
     def all_reduce(self, x: Tensor, how: Literal["sum", "max"] = "sum") -> Handle:
         """Sum or maximum over ranks, equal bits on all of them. `x` is overwritten where it is not staged."""

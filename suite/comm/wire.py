@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from suite.comm import bytewise
+from suite.comm.choice import UNCOMPRESSED, Choices
 from suite.comm.counter import Counter, ring_bytes
 from suite.comm.transport import Transport
 from suite.mesh import Group
@@ -64,7 +65,7 @@ class Wire:
         self.name, self.codecs, self.counter = name, dict(codecs), counter
         self.transport = transport or Transport(group, counter)
         self.size, self.index = group.size, group.index
-        self.key = Key()
+        self.key, self.choices = Key(), Choices()
         self.id = next(i for i in range(len(_wires) + 1) if i not in _wires)
         _wires[self.id] = self
 
@@ -108,14 +109,16 @@ class Wire:
                 name = "exact"
             elif codec.native is not None:
                 name, codec = _name(codec), codec.native
-            elif x.numel() * 2 < getattr(codec, "min_bytes", 0):
-                name, codec = "bf16", torch.bfloat16
+            else:
+                path = self._path(op, x, dim, codec)
+                if path == UNCOMPRESSED:
+                    name, codec = "bf16", torch.bfloat16
             if isinstance(codec, torch.dtype):
                 value = self._native(op, x, dim, codec, name, way, purpose)
                 statistic = self._sum_exact(exact, way)
                 return Pending(lambda: (value(), statistic()))
             key = replace(key or self.key, site=(int(site[0]), site[1]), way=way, operand=f"{op} {self.index}")
-            return Pending(self._bytes(op, x, dim, exact, codec, way, purpose, key))
+            return Pending(self._bytes(op, x, dim, exact, codec, way, purpose, key, path))
 
     def barrier(self) -> None:
         """Returns once every rank of the group has come here."""
@@ -144,6 +147,13 @@ class Wire:
                 return torch.promote_types(x.dtype, torch.float32)
         return x.dtype
 
+    def _path(self, op: Op, x: Tensor, dim: int, codec: Codec) -> str:
+        """UNCOMPRESSED, an algorithm, or "" for the codec's own."""
+        least = bytewise.route_of(codec).min_bytes
+        if least != "auto":
+            return UNCOMPRESSED if x.numel() * 2 < least else ""
+        return self.choices.path(self.transport, codec, op, x, dim)
+
     def _native(self, op: Op, x: Tensor, dim: int, dtype: torch.dtype, codec: str, way: Way, purpose: str) -> Callable[[], Tensor]:
         if op in ("all_reduce", "max"):
             handle = self.transport.all_reduce(_copy(x, dtype), "max" if op == "max" else "sum")
@@ -170,14 +180,14 @@ class Wire:
         return handle.wait
 
     def _bytes(self, op: Op, x: Tensor, dim: int, exact: Tensor | None, codec: Codec, way: Way, purpose: str,
-               key: Key) -> Callable[[], Result]:
+               key: Key, path: str) -> Callable[[], Result]:
         statistic, elements = None, x.numel()
         across = getattr(codec, "axis", "hidden") == "token" and x.dim() > 1
         if across:
             x, dim = x.movedim(-1, 0), (dim + 1) % x.dim()
         if op == "all_reduce":
             exact = None if exact is None else exact.contiguous()
-            flight = bytewise.all_reduce(self.transport, codec, x, exact, key)
+            flight = bytewise.all_reduce(self.transport, codec, x, exact, key, path or None)
         else:
             if op == "reduce_scatter":
                 flight = bytewise.reduce_scatter(self.transport, codec, x, dim, key)

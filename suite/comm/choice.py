@@ -1,0 +1,102 @@
+"""`min_bytes: auto`: each size crosses in the way that was fastest on this machine and link when it first came.
+
+For every operation and number of elements, the plain bf16 collective and the codec's algorithms are timed on random numbers,
+all ranks together; the slowest rank's median decides, so that every rank decides alike. Compression must win by `MARGIN`, or the
+message crosses as it would without a codec. A throughput row only: what a loss or a count rests on forces the codec.
+"""
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from suite.comm import bytewise
+from suite.comm.counter import Counter
+from suite.comm.transport import Transport
+from suite.seams import Codec, Key, Op
+
+UNCOMPRESSED = "uncompressed"
+MARGIN = 1.03
+WARM, TIMED = 3, 7
+
+
+@dataclass
+class Choices:
+    """paths: (operation, elements, element size) -> the way; seconds: what each took."""
+
+    paths: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    seconds: dict[tuple[str, int, int], dict[str, float]] = field(default_factory=dict)
+
+    def path(self, transport: Transport, codec: Codec, op: Op, x: Tensor, dim: int) -> str:
+        """UNCOMPRESSED, an algorithm of an all-reduce, or "" for the codec. Collective where the size is new."""
+        place = op, x.numel(), x.element_size()
+        if place not in self.paths:
+            self.seconds[place] = took = _measure(transport, codec, op, x, dim)
+            plain = took.pop(UNCOMPRESSED)
+            best = min(took, key=took.__getitem__)
+            self.paths[place] = best if took[best] * MARGIN <= plain else UNCOMPRESSED
+            took[UNCOMPRESSED] = plain
+        return self.paths[place]
+
+    def rows(self) -> list[dict[str, object]]:
+        """For a record: one a size."""
+        return [{"op": op, "elements": n, "path": path or "codec", "seconds": self.seconds[op, n, size]}
+                for (op, n, size), path in sorted(self.paths.items()) for size in [size]]
+
+
+def _measure(transport: Transport, codec: Codec, op: Op, x: Tensor, dim: int) -> dict[str, float]:
+    sample = torch.randn(x.shape, generator=torch.Generator(x.device).manual_seed(0), device=x.device).to(x.dtype)
+    key = Key(site=(-2, "choice"), operand=f"{op} {transport.index}")
+    counter, transport.counter = transport.counter, Counter()  # what is tried out is not the model's traffic
+    try:
+        return {name: _agreed(transport, _median(transport, run, x.device)) for name, run in
+                _ways(transport, codec, op, sample, dim, key).items()}
+    finally:
+        transport.counter = counter
+
+
+def _ways(transport: Transport, codec: Codec, op: Op, x: Tensor, dim: int, key: Key) -> dict[str, Callable[[], object]]:
+    if op == "all_reduce":
+        wanted = bytewise.route_of(codec).algorithm
+        algorithms = ("one-shot", "two-shot") if wanted == "auto" else (wanted,)
+        ways = {name: lambda name=name: bytewise.all_reduce(transport, codec, x, None, key, name).finish() for name in algorithms}
+        return {UNCOMPRESSED: lambda: transport.all_reduce(x.to(torch.bfloat16, copy=True)).wait(), **ways}
+    if op == "reduce_scatter":
+        def plain() -> Tensor:
+            parts = x.unflatten(dim, (transport.size, x.shape[dim] // transport.size)).movedim(dim, 0)
+            return transport.reduce_scatter(parts.to(torch.bfloat16).contiguous()).wait()
+
+        return {UNCOMPRESSED: plain, "": lambda: bytewise.reduce_scatter(transport, codec, x, dim, key).finish()}
+    return {UNCOMPRESSED: lambda: bytewise.joined(transport.all_gather(x.to(torch.bfloat16).contiguous()).wait(), dim),
+            "": lambda: bytewise.all_gather(transport, codec, x, dim, key).finish()}
+
+
+def _median(transport: Transport, run: Callable[[], object], device: torch.device) -> float:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    times = []
+    for turn in range(WARM + TIMED):
+        wait()
+        transport.barrier()
+        start = time.perf_counter()
+        run()
+        wait()
+        if turn >= WARM:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _agreed(transport: Transport, seconds: float) -> float:
+    """The slowest rank's, the same on all."""
+    device = torch.device("cuda", torch.cuda.current_device()) if transport.group.staged or _is_nccl(transport) else "cpu"
+    return float(transport.all_reduce(torch.tensor([seconds], dtype=torch.float64, device=device), "max").wait())
+
+
+def _is_nccl(transport: Transport) -> bool:
+    return transport.group.handle is not None and torch.distributed.get_backend(transport.group.handle) == "nccl"

@@ -1,0 +1,110 @@
+"""Bytes over NVLink without a collective of the library: each rank writes its own memory and reads that of the others.
+
+    room     a slot of symmetric memory, the same on every rank: the message is encoded straight into it
+    start    an event: the message is written
+    read     a barrier on the device: all have written. The kernel that decodes and adds loads the peers' bytes itself, so that
+             they are moved once and stored nowhere
+
+A slot is written again once a barrier lies behind the reads of its last message: a rank that passed it knows that all others
+have read. Which slot a message gets depends on the order of calls alone, which is the same on every rank. Bytes sent: what
+the library's all-gather or all-to-all would send.
+
+torch.distributed._symmetric_memory is private and moves: it is touched here alone (tried with torch 2.11). Plain peer
+buffers, no multicast. It needs NCCL ranks of one host that reach each other's memory; `usable` says why not.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from suite.comm.counter import Counter
+from suite.mesh import Group
+
+ALIGNED = 256
+
+
+def usable(group: Group, device: torch.device) -> str | None:
+    """Why ranks cannot read each other's memory, None where they can. It says the same on every rank of a host."""
+    if device.type != "cuda" or group.handle is None or group.staged or dist.get_backend(group.handle) != "nccl":
+        return "needs NCCL ranks, a GPU each"
+    if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
+        return "the link forbids peer access (NCCL_P2P_DISABLE)"
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < dist.get_world_size():
+        return "ranks of several hosts"
+    others = [i for i in range(int(os.environ["LOCAL_WORLD_SIZE"])) if i != device.index]
+    if not all(torch.cuda.can_device_access_peer(device.index, i) for i in others):
+        return "no peer access between the GPUs"
+    return None
+
+
+@dataclass
+class Slot:
+    """Symmetric memory of one message at a time. `free`: barriers behind which it may be written again, None: in use."""
+
+    whole: Tensor
+    handle: object
+    free: int | None = -1
+
+
+@dataclass
+class Rooms:
+    """The slots of one group. `barriers`: how many were enqueued so far."""
+
+    group: Group
+    counter: Counter
+    barriers: int = 0
+    slots: dict[int, list[Slot]] = field(default_factory=dict)
+
+    def take(self, rows: int, size: int, device: torch.device) -> Message:
+        """Room for [rows, size] bytes. Collective where no slot is free."""
+        nbytes = -(-rows * size // ALIGNED) * ALIGNED
+        held = self.slots.setdefault(nbytes, [])
+        slot = next((s for s in held if s.free is not None and s.free < self.barriers), None)
+        if slot is None:
+            import torch.distributed._symmetric_memory as symmetric
+
+            whole = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+            slot = Slot(whole, symmetric.rendezvous(whole, self.group.handle))
+            held.append(slot)
+        slot.free = None
+        return Message(self, slot, rows, size)
+
+
+@dataclass
+class Message:
+    """Bytes [rows, size] to be encoded into, started, read and given back, as suite.comm.transport.Parcel."""
+
+    rooms: Rooms
+    slot: Slot
+    rows: int
+    size: int
+    op: str = ""
+    written: torch.cuda.Event | None = None
+
+    @property
+    def bytes(self) -> Tensor:
+        return self.slot.whole[: self.rows * self.size].view(self.rows, self.size)
+
+    def start(self, op: Literal["all_gather", "all_to_all"]) -> None:
+        """What was enqueued so far wrote the bytes."""
+        self.op, self.written = op, torch.cuda.Event()
+        self.written.record()
+
+    def read(self) -> Sequence[Tensor]:
+        """The wires of all ranks where they lie, once all have written them; in the current stream."""
+        group = self.rooms.group
+        self.rooms.counter.message(f"direct_{self.op}", self.size * group.size, group.size)
+        torch.cuda.current_stream().wait_event(self.written)
+        self.slot.handle.barrier()
+        self.rooms.barriers += 1
+        offset = group.index * self.size if self.op == "all_to_all" else 0
+        return [self.slot.handle.get_buffer(rank, (self.size,), torch.uint8, offset) for rank in range(group.size)]
+
+    def done(self) -> None:
+        self.slot.free = self.rooms.barriers
