@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,16 @@ class Compiled:
         return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", _dump(self.cubin, "--dump-sass"))
 
 
+class Kept(dict):
+    """Constants that many launches share: what was derived from them, and compiled with them, is found again by identity."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+_compiled: dict[tuple, Any] = {}  # (kernel, kept constants, warps, what Triton specialises on) -> its compiled kernel
+
+
 @dataclass(frozen=True)
 class Launch:
     """arguments: tensors, numbers or None (left out of the kernel), by name; constants: its tl.constexpr, and those of
@@ -61,8 +72,30 @@ class Launch:
     by_arch: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
 
     def run(self) -> None:
-        constants = self.constants_at(_present() if self.by_arch else 0)
-        self.kernel[self.grid](**self.arguments, **constants, num_warps=self.warps, enable_fp_fusion=False)
+        """Triton's launcher looks at every argument anew, which costs the host more than a short kernel takes. With kept constants
+        that is done once for each combination of what it would look at."""
+        arch = _present() if self.by_arch else 0
+        if not isinstance(self.constants, Kept) or not arch:
+            self._first(self.constants_at(arch))
+            return
+        device = torch.cuda.current_device()
+        place = self.kernel, self.constants, self.warps, device, *map(_specialised, self.arguments.values())
+        found = _compiled.get(place)
+        if found is None:
+            constants = self.constants_at(arch)
+            made = self._first(constants)
+            order = [(p.name, p.is_constexpr) for p in self.kernel.params]
+            _compiled[place] = made, [constants[name] if fixed else None for name, fixed in order], [
+                (at, name) for at, (name, fixed) in enumerate(order) if not fixed]
+            return
+        made, fixed, free = found
+        values = list(fixed)
+        for at, name in free:
+            values[at] = self.arguments[name]
+        made[self.grid if len(self.grid) == 3 else (*self.grid, 1, 1)[:3]](*values)
+
+    def _first(self, constants: Mapping[str, Any]) -> Any:
+        return self.kernel[self.grid](**self.arguments, **constants, num_warps=self.warps, enable_fp_fusion=False)
 
     def constants_at(self, arch: int) -> dict[str, Any]:
         """All of the kernel's tl.constexpr on an architecture."""
@@ -105,10 +138,20 @@ class Launch:
 
 def _present() -> int:
     """The architecture of the current GPU, 0 where there is none."""
-    if not torch.cuda.is_available():
-        return 0
-    major, minor = torch.cuda.get_device_capability()
+    return _architecture(torch.cuda.current_device()) if torch.cuda.is_available() else 0
+
+
+@cache
+def _architecture(device: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def _specialised(value: Any) -> Any:
+    """At least what Triton compiles anew for: types, addresses and integers that divide by 16, the number 1."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % ALIGNED == 0
+    return (value == 1, value % ALIGNED == 0, -2**31 <= value < 2**31) if type(value) is int else (type(value), value)
 
 
 def _dump(cubin: bytes, what: str) -> str:

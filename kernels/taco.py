@@ -18,7 +18,7 @@ Below sm_89 codes are made in integer arithmetic (kernels/float8.py). The parts 
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.float8 import from_code
-from kernels.launch import Launch
+from kernels.launch import Kept, Launch
 from kernels.taco_reference import FORMATS, checked, groups_of, nbytes
 from kernels.taco_tile import COARSE, LEAN, butterflies, factors, fetched, product, scales, write
 
@@ -209,56 +209,85 @@ def _format(name: str) -> dict[str, Any]:
     return {"BITS": FORMATS[name].mantissa, "LOWEST": FORMATS[name].lowest}
 
 
+@lru_cache(maxsize=4096)
+def _encoding(rows: int, n: int, width: int, dtype: torch.dtype, device: torch.device, group: int, mode: str, hadamard: bool,
+              alpha: bool, format: str, target: float | None, chance: bool, product: bool | None, second: bool) -> tuple:
+    """(grid, constants, those of an architecture, the matrix, groups of a row): the same for every message of a shape."""
+    top = checked(group, mode, format, target, alpha)
+    product = hadamard and (dtype == torch.bfloat16 if product is None else product)
+    groups = groups_of(width, group, mode)
+    whole = n == groups * group
+    norm = 1.0 if not hadamard else 1.0 / group if mode == "lean" else 1.0 / math.sqrt(group)
+    h = matrix(min(group, WIDEST), dtype, norm if mode == "lean" else 1.0, False, device) if product else None
+    constants = Kept({"G": group} | _transform(group) | _format(format) | {
+        "HADAMARD": hadamard, "PRODUCT": product, "WHOLE": whole, "NORM": norm, "MODE": MODES[mode], "SECOND": second,
+        "ALPHA": alpha, "TOP": top, "TOP_CODE": FORMATS[format].top, "CHANCE": chance})
+    by_arch = _by_arch(groups, group, whole, product, 1, group > WIDEST)
+    return _grid(groups, group, rows, device, PER_PROCESSOR), constants, by_arch, h, groups
+
+
 def encode_launch(x: Tensor, wire: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, alpha: bool = True,
                   format: str = "e4m3", target: float | None = None, noise: int | None = None, bad: Tensor | None = None,
                   product: bool | None = None, peaks: Tensor | None = None, second: bool = False) -> Launch:
     """x [r, n], wire [r, b]; peaks [r] int32 zeros for mode coarse, whose first pass fills them."""
-    top = checked(group, mode, format, target, alpha)
-    product = hadamard and (x.dtype == torch.bfloat16 if product is None else product)
-    groups, n = groups_of(wire.shape[1], group, mode), x.shape[1]
-    norm = 1.0 if not hadamard else 1.0 / group if mode == "lean" else 1.0 / math.sqrt(group)
-    h = matrix(min(group, WIDEST), x.dtype, norm if mode == "lean" else 1.0, False, x.device) if product else None
+    rows, n = x.shape
+    grid, constants, by_arch, h, groups = _encoding(rows, n, wire.shape[1], x.dtype, x.device, group, mode, hadamard, alpha, format,
+                                                    target, noise is not None, product, second)
     arguments = {"x": x, "wire": wire, "bad": bad, "peaks": peaks, "matrix": h, **_halves(noise), "n": n, "groups": groups,
                  "x_stride": x.stride(0), "wire_stride": wire.stride(0)}
+    return Launch(encode_kernel, grid, arguments, constants, WARPS, by_arch)
+
+
+@lru_cache(maxsize=4096)
+def _decoding(rows: int, n: int, width: int, dtype: torch.dtype, device: torch.device, group: int, mode: str, hadamard: bool,
+              format: str, product: bool | None, stripes: int) -> tuple:
+    """As `_encoding`."""
+    checked(group, mode, format)
+    product = hadamard and (dtype == torch.bfloat16 or stripes == 1 if product is None else product)
+    groups = groups_of(width, group, mode)
     whole = n == groups * group
-    constants = {"G": group} | _transform(group) | _format(format) | {
-        "HADAMARD": hadamard, "PRODUCT": product, "WHOLE": whole, "NORM": norm, "MODE": MODES[mode], "SECOND": second,
-        "ALPHA": alpha, "TOP": top, "TOP_CODE": FORMATS[format].top, "CHANCE": noise is not None}
-    grid = _grid(groups, group, len(x), x.device, PER_PROCESSOR)
-    return Launch(encode_kernel, grid, arguments, constants, WARPS, _by_arch(groups, group, whole, product, 1, group > WIDEST))
+    norm = 1.0 / math.sqrt(group) if hadamard and mode != "lean" else 1.0
+    h = matrix(min(group, WIDEST), torch.float16, 1.0, True, device) if product else None
+    constants = Kept({"G": group} | _transform(group) | _format(format) | {
+        "STRIPES": stripes, "HADAMARD": hadamard, "PRODUCT": product, "WHOLE": whole, "NORM": norm, "MODE": MODES[mode]})
+    by_arch = _by_arch(groups, group, whole, product, stripes, group > WIDEST or stripes > 1 or dtype == torch.float32)
+    return _grid(groups, group, rows, device, PER_PROCESSOR), constants, by_arch, h, groups
 
 
 def decode_launch(wire: Tensor, out: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True,
                   format: str = "e4m3", product: bool | None = None, stripes: int = 1, stripe: int | None = None) -> Launch:
     """wire [r, b] -> out [r, n]; stripes p: wire [p, b] -> out [1, n], and where they lie apart, `stripe` bytes from each to
     the next, `wire` is the first of them."""
-    checked(group, mode, format)
-    product = hadamard and (out.dtype == torch.bfloat16 or stripes == 1 if product is None else product)
-    groups, n = groups_of(wire.shape[1], group, mode), out.shape[1]
-    norm = 1.0 / math.sqrt(group) if hadamard and mode != "lean" else 1.0
-    h = matrix(min(group, WIDEST), torch.float16, 1.0, True, out.device) if product else None
+    rows, n = out.shape
+    grid, constants, by_arch, h, groups = _decoding(rows, n, wire.shape[1], out.dtype, out.device, group, mode, hadamard, format,
+                                                    product, stripes)
     arguments = {"wire": wire, "out": out, "matrix": h, "n": n, "groups": groups,
                  "stripe": wire.stride(0) if stripe is None else stripe, "wire_stride": wire.stride(0), "out_stride": out.stride(0)}
-    whole = n == groups * group
-    constants = {"G": group} | _transform(group) | _format(format) | {
-        "STRIPES": stripes, "HADAMARD": hadamard, "PRODUCT": product, "WHOLE": whole, "NORM": norm, "MODE": MODES[mode]}
-    by_arch = _by_arch(groups, group, whole, product, stripes, group > WIDEST or stripes > 1 or out.dtype == torch.float32)
-    return Launch(decode_kernel, _grid(groups, group, len(out), out.device, PER_PROCESSOR), arguments, constants, WARPS, by_arch)
+    return Launch(decode_kernel, grid, arguments, constants, WARPS, by_arch)
+
+
+@lru_cache(maxsize=4096)
+def _reducing(stripes: int, width: int, device: torch.device, group: int, mode: str, alpha: bool, format: str,
+              target: float | None, chance: bool, second: bool) -> tuple:
+    """(grid, constants, those of an architecture, groups)."""
+    top = checked(group, mode, format, target, alpha)
+    groups = groups_of(width, group, mode)
+    constants = Kept({"G": group} | _format(format) | {
+        "STRIPES": stripes, "MODE": MODES[mode], "SECOND": second, "ALPHA": alpha, "TOP": top,
+        "TOP_CODE": FORMATS[format].top, "CHANCE": chance})
+    grid = _grid(groups, group, 1, device, PER_PROCESSOR_PLAIN * (1 if stripes < MANY else 2))
+    return grid[:1], constants, _by_arch(groups, group, True, False, stripes), groups
 
 
 def reduce_launch(wires: Tensor, out: Tensor, group: int = 128, *, mode: str = "lean", alpha: bool = True, format: str = "e4m3",
                   target: float | None = None, noise: int | None = None, bad: Tensor | None = None,
                   peaks: Tensor | None = None, second: bool = False) -> Launch:
     """wires [p, b] -> out [b]; peaks [1] as in `encode_launch`."""
-    top = checked(group, mode, format, target, alpha)
-    groups = groups_of(wires.shape[1], group, mode)
+    grid, constants, by_arch, groups = _reducing(len(wires), wires.shape[1], out.device, group, mode, alpha, format, target,
+                                                 noise is not None, second)
     arguments = {"wire": wires, "out": out, "bad": bad, "peaks": peaks, **_halves(noise), "groups": groups,
                  "stripe": wires.stride(0)}
-    constants = {"G": group} | _format(format) | {
-        "STRIPES": len(wires), "MODE": MODES[mode], "SECOND": second, "ALPHA": alpha, "TOP": top,
-        "TOP_CODE": FORMATS[format].top, "CHANCE": noise is not None}
-    grid = _grid(groups, group, 1, out.device, PER_PROCESSOR_PLAIN * (1 if len(wires) < MANY else 2))
-    return Launch(reduce_kernel, grid[:1], arguments, constants, WARPS, _by_arch(groups, group, True, False, len(wires)))
+    return Launch(reduce_kernel, grid, arguments, constants, WARPS, by_arch)
 
 
 def encode(x: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, alpha: bool = True, format: str = "e4m3",

@@ -27,7 +27,7 @@ from suite.comm.transport import Parcel, Transport
 from suite.seams import Codec, Key
 
 SMALL = 32 * 1024  # encoded bytes of a whole tensor below which one shot is sent: two latencies cost more than the bytes
-LARGE, SLICES = 8 * 1024 * 1024, 4  # encoded bytes from which an all-reduce on GPUs is cut, and into how many
+LARGE, SLICES = 16 * 1024 * 1024, 4  # encoded bytes from which an all-reduce on GPUs is cut, and into how many
 TILE = 64  # groups: slices are multiples, so that no kernel meets a tile in part
 
 
