@@ -47,7 +47,7 @@ def assemble(case: Case, mesh: Mesh, vocab: int) -> Assembled:
     counter = Counter()
     tp = _wire("tp", mesh.group("tp"), case.comm.tp, counter)
     dp = _wire("dp", mesh.group("dp"), case.comm.dp, counter)
-    layout = make("layout", case.layout, card=card, factor=make("factor", case.factor),
+    layout = make("layout", case.layout, card=card, factor=make("factor", case.factor, card=card),
                   precision=make("precision", case.precision), tp=tp)
     reason = layout.refuse(tokens)
     if reason:

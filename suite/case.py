@@ -27,7 +27,25 @@ class NoOptions(Row):
 
 
 class Recompute(Row):
-    recompute: Literal["none", "segment"] = "none"  # segment: keep what ranks exchanged, recompute what lies between
+    # segment: keep what ranks exchanged, recompute what lies between; layer: recompute whole layers, collectives included
+    recompute: Literal["none", "segment", "layer"] = "none"
+
+
+class Pairwise(Recompute):
+    grouped: bool = True  # maps that share an input share a product
+
+
+class BTP(Pairwise):
+    norm: Literal["online", "sync", "local"] = "online"  # local changes the model with tp: for timing only
+
+
+class LowRank(Row):
+    rank: float = Field(0.25, gt=0)  # width of the bottleneck: up to 1 a fraction of the hidden size, above a number
+    kv: Literal["factored", "dense"] = "factored"
+
+
+class CoLA(LowRank):
+    gate: Literal["plain", "activated"] = "plain"  # whether the gate of a gated feed-forward layer keeps its own activation
 
 
 class Parameters(Row):
@@ -73,8 +91,8 @@ class Taco(Hadamard):
 
 # axis -> value -> its options. A new value is one entry file and one line here.
 AXES: dict[str, dict[str, type[Row]]] = {
-    "factor": {"dense": NoOptions},
-    "layout": {"megatron": Recompute, "megatron-sp": Recompute},
+    "factor": {"dense": NoOptions, "svd": LowRank, "cola": CoLA, "lax": LowRank},
+    "layout": {"megatron": Recompute, "megatron-sp": Recompute, "pairwise": Pairwise, "pairwise-heads": Pairwise, "btp": BTP},
     "comm": {"bf16": NoOptions, "fp32": NoOptions, "fp64": NoOptions, "int8": Group, "fp8": Group, "taco": Taco,
              "int8-hadamard": Hadamard, "int8-tensor": Encoded, "fp8-cast": Encoded, "tahquant": Group},
     "precision": {"bf16": Parameters, "float32": NoOptions, "float64": NoOptions},
@@ -241,6 +259,8 @@ class Case(Row):
             raise ValueError(f"link: {self.link} needs device: cuda (on the CPU: gloo)")
         if self.data.batch % (self.mesh.dp * self.micro):
             raise ValueError(f"data.batch {self.data.batch} is no multiple of dp {self.mesh.dp} x micro {self.micro}")
+        if self.layout.options.get("norm") == "local" and self.measure != "speed":
+            raise ValueError("layout: norm: local changes the model with tp: only a row with measure: speed may time it")
         if self.implementation == "transformers" and self.mesh.ranks > 1:
             raise ValueError("implementation: transformers runs on one process")
         return self

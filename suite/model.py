@@ -70,8 +70,9 @@ def members(card: Card, vocab: int, factor: Any, spec: Callable) -> list[Member]
             norm(f"{at}.norm", d)
             for name, (d_in, d_out, bias) in linear.items():
                 narrow = card["family"] == "gpt" and name in ("o", "down")
-                for matrix, shape in factor.shapes((layer, f"{sub}.{name}"), d_in, d_out).items():
-                    found.append((f"{at}.{name}.{matrix}", shape, std / math.sqrt(2 * card["layers"]) if narrow else std))
+                site, dense = (layer, f"{sub}.{name}"), std / math.sqrt(2 * card["layers"]) if narrow else std
+                for matrix, shape in factor.shapes(site, d_in, d_out).items():
+                    found.append((f"{at}.{name}.{matrix}", shape, factor.std(site, d_in, d_out, dense)))
                 if bias:
                     found.append((f"{at}.{name}.bias", (d_out,), 0.0))
             if sub == "attention" and card["qk_norm"]:
@@ -109,7 +110,8 @@ def attention(q_TE: Tensor, k_TE: Tensor, v_TE: Tensor, *, size: int, seq: int,
     return (out.transpose(1, 2).reshape(q_TE.shape),)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu,
+                                                      "none": lambda x: x}
 
 
 def feed_forward(*ys: Tensor, activation: str, gated: bool) -> tuple[Tensor]:
@@ -122,15 +124,15 @@ def feed_forward(*ys: Tensor, activation: str, gated: bool) -> tuple[Tensor]:
     return (act(ys[0]) * ys[1],)
 
 
-def sublayer(x: Tensor, chain: Sequence, keep: Callable) -> Tensor:
+def sublayer(x: Tensor, chain: Sequence, keep: Callable, ends: Callable) -> Tensor:
     """chain: edge, core, edge, (core, edge ...). `keep` calls a segment and keeps or recomputes what it held; a segment
-    holds no forward collective in any layout."""
+    holds no forward collective in any layout. `ends` does the same with what comes before the first meet and after the last."""
     edge: Edge = chain[0]
-    ys, exact = edge.meet(*edge.before(x))
+    ys, exact = edge.meet(*ends(edge.before, x))
     for core, following in zip(chain[1::2], chain[2::2]):
         ys, exact = following.meet(*keep(_segment, edge, core, following, ys, exact))
         edge = following
-    return x + edge.after(ys, exact)[0]
+    return x + ends(edge.after, ys, exact)[0]
 
 
 def _segment(edge: Edge, core: Callable, following: Edge, ys: Sequence[Tensor], exact: Tensor | None):
@@ -141,7 +143,10 @@ def _call(function: Callable, *args):
     return function(*args)
 
 
-KEEP = {"none": _call, "segment": partial(checkpoint, use_reentrant=False, preserve_rng_state=False)}
+_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+KEEP = {"none": _call, "segment": _again, "layer": _call}  # of a segment
+# of a whole layer, to its end: its collectives run again as well
+LAYER = {"none": _call, "segment": _call, "layer": partial(_again, early_stop=False)}
 
 
 class Decoder:
@@ -167,21 +172,29 @@ class Decoder:
             _, layer, rest = name.split(".", 2)
             self.blocks[int(layer)][rest] = tensor
 
-    def block(self, p: Mapping[str, Tensor], x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: int, noise: Tensor) -> Tensor:
-        """One layer: p its leaves by name, x the residual stream as the layout keeps it."""
+    def block(self, p: Mapping[str, Tensor], x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: int, noise: Tensor,
+              past: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """One layer: p its leaves by name, x the residual stream as the layout keeps it, past what crosses from the layer
+        below -> (x, what crosses to the next). Edges find it in p, by names that end in `.latent`, and put theirs there."""
         card, layout = self.card, self.layout
+        p = {**p, **past}
         keep = KEEP[layout.recompute]
+        ends = keep if layout.recompute_ends else _call
         core = partial(attention, size=card["hidden"] // card["heads"], seq=self.seq, rope=rope)
         chain = layout.attention(p, layer, noise, core)
-        x = sublayer(x, chain, keep)
-        activate = partial(feed_forward, activation=card["activation"], gated=card["gated"])
-        return sublayer(x, layout.feed_forward(p, layer, noise, activate), keep)
+        x = sublayer(x, chain, keep, ends)
+        activation = "none" if card["gated"] and layout.factor.plain_gate else card["activation"]
+        activate = partial(feed_forward, activation=activation, gated=card["gated"])
+        x = sublayer(x, layout.feed_forward(p, layer, noise, activate), keep, ends)
+        return x, {name: t for name, t in p.items() if name.endswith(".latent")} if layout.factor.crosses else {}
 
     def residual(self, ids: Tensor) -> Tensor:
         """ids [B, S] -> the residual stream after the last layer, as the layout keeps it."""
         x = self.layout.embed(self.ends, ids)
+        past: dict[str, Tensor] = {}
+        again = LAYER[self.layout.recompute]
         for layer, p in enumerate(self.blocks):
-            x = self._block(p, x, self.rope, layer, self.noise)
+            x, past = again(self._block, p, x, self.rope, layer, self.noise, past)
         return x
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:

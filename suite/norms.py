@@ -28,3 +28,38 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
     centred = x_wide - x_wide.mean(-1, keepdim=True)
     scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     return (centred * scale * gain.to(x_wide.dtype) + bias.to(x_wide.dtype)).to(x.dtype)
+
+
+def statistics(x: Tensor, norm: str) -> Tensor:
+    """What the norm of a whole needs to know of this shard [T, n], as sums over shards: RMSNorm Σx² [T, 1] in `wide`,
+    LayerNorm [Σx, Σx²] [T, 2] in float64, from mean and centred squares of the shard. Chan's formula in float64."""
+    x = x.to(wide(x.dtype))
+    if norm == "rmsnorm":
+        return x.square().sum(-1, keepdim=True)
+    mean = x.mean(-1, keepdim=True)
+    centred = (x - mean).square().sum(-1, keepdim=True).double()
+    mean, n = mean.double(), x.shape[-1]
+    return torch.cat([n * mean, centred + n * mean.square()], dim=-1)
+
+
+def moments(sums: Tensor, width: int, eps: float) -> tuple[Tensor, Tensor]:
+    """LayerNorm's sums [T, 2] over all `width` elements -> (mean, 1 / sqrt(variance + eps)) [T, 1] in float64."""
+    total, squares = sums.split(1, dim=-1)
+    mean = total / width
+    return mean, torch.rsqrt((squares / width - mean.square()).clamp_min(0) + eps)
+
+
+def normalised(x: Tensor, sums: Tensor, width: int, eps: float, gain: Tensor, bias: Tensor | None) -> Tensor:
+    """A shard [T, n] under the norm of a whole of `width` elements, whose `statistics` sum to `sums`."""
+    if bias is None:
+        return rms_norm(x, gain, eps, sums / width)
+    mean, scale = (t.to(wide(x.dtype)) for t in moments(sums, width, eps))
+    return ((x.to(mean.dtype) - mean) * scale * gain.to(mean.dtype) + bias.to(mean.dtype)).to(x.dtype)
+
+
+def scaled(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x / l · gain, l): a shard [T, n] by its own RMS l [T, 1], a constant in the backward pass, to be multiplied back behind
+    the next product. It keeps partial products in range; the result does not depend on it."""
+    x_wide = x.to(wide(x.dtype))
+    rms = torch.sqrt(x_wide.detach().square().mean(-1, keepdim=True) + eps)
+    return (x_wide / rms * gain.to(x_wide.dtype)).to(x.dtype), rms

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from suite.case import Case
-from suite.factor.dense import Dense
+from suite.factor.dense import build as dense
 from suite.model import Card
 from suite.precision.plain import Plain
 from suite.pretrained import hf_config
-from suite.seams import make
+from suite.seams import load, make
 
 ATTENTION = "sdpa_is_causal"
 
@@ -74,10 +74,10 @@ def build(case: Case, card: Card, vocab: int, device: torch.device) -> Peer:
         from transformers import AutoModelForCausalLM
     except ImportError:
         raise PeerError("implementation: transformers is not installed; it comes with the extra `test`") from None
-    precision, factor = make("precision", case.precision), make("factor", case.factor)
+    precision = make("precision", case.precision)
     if not isinstance(precision, Plain):
         raise PeerError(f"precision: {case.precision.name} has no counterpart in transformers")
-    if not isinstance(factor, Dense):
+    if load("factor", case.factor.name) is not dense:
         raise PeerError(f"factor: {case.factor.name} has no counterpart in transformers")
     if case.layout.off_default("layout"):
         raise PeerError(f"layout: {case.layout.off_default('layout')} has no counterpart in transformers")

@@ -119,10 +119,20 @@ class Codec(Protocol):
 
 
 class Factor(Protocol):
-    """factor/<name>.py: how a linear map is written. Part of the model: it changes the function, the parameters and the FLOPs."""
+    """factor/<name>.py: how a linear map is written. Part of the model: it changes the function, the parameters and the FLOPs.
 
+    crosses: a latent of each factored map goes on to the next layer. plain_gate: a gated feed-forward layer's gate has no
+    activation. between: what stands between A and B of a factored map, elementwise on [T, r].
+    """
+
+    crosses: bool
+    plain_gate: bool
+
+    def factored(self, site: Site) -> bool: ...
     def shapes(self, site: Site, d_in: int, d_out: int) -> Mapping[str, tuple[int, int]]: ...
+    def std(self, site: Site, d_in: int, d_out: int, dense: float) -> float: ...
     def flops(self, site: Site, d_in: int, d_out: int, tokens: int) -> int: ...
+    def between(self, y: Tensor, past: Tensor | None) -> Tensor: ...
 
 
 class Precision(Protocol):
@@ -156,7 +166,8 @@ class Layout(Protocol):
     tp: Any  # the wire
     factor: Factor
     precision: Precision
-    recompute: str  # none | segment
+    recompute: str  # none | segment | layer
+    recompute_ends: bool  # whether segment also recomputes what lies before a sublayer's first meet and behind its last
 
     def refuse(self, tokens: int) -> str | None: ...  # reason, before anything is trained
     def spec(self, param: str, shape: Sequence[int]) -> Spec: ...

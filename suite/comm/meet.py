@@ -9,6 +9,7 @@
 The codec is never differentiated. A statistic `exact` is summed over ranks beside x; its gradient is, by `exact_grad`:
     ("none", 0.0)      nothing
     ("sum", 0.0)       the ranks' partial gradients summed, riding in the backward message
+    ("whole", 0.0)     its own: what follows the statistic is replicated, so that every rank has the whole gradient already
     (NAME, constant)   EXACT_GRADS[NAME](gradient of y after the backward collective, y, exact_out, constant): computed
                        locally, so that a statistic that is a function of one scale of y costs no message
 Compiled graphs see one opaque operation, `triaxis::cross`, with the wire as an integer: codecs, transports and counters
@@ -36,8 +37,9 @@ def meet(wire: Wire, x: Tensor, *, forward: Op, backward: Op, dim: int = 0, exac
     under torch.compile(fullgraph=True).
     """
     mode, constant = exact_grad
-    if mode not in ("none", "sum") and mode not in EXACT_GRADS:
-        raise ValueError(f"meet: {site}: unknown exact_grad {mode!r}; known: none, sum{''.join(', ' + n for n in EXACT_GRADS)}")
+    if mode not in ("none", "sum", "whole") and mode not in EXACT_GRADS:
+        known = "none, sum, whole"
+        raise ValueError(f"meet: {site}: unknown exact_grad {mode!r}; known: {known}{''.join(', ' + n for n in EXACT_GRADS)}")
     if exact is not None:
         exact = exact.to(torch.promote_types(exact.dtype, torch.float32))
         exact = exact.detach() if mode == "none" else exact
@@ -85,6 +87,7 @@ class _MeetExact(torch.autograd.Function):
     def backward(ctx, grad_y, grad_total):
         rides = grad_total if ctx.mode == "sum" else None
         grad_x, grad_exact = _send(grad_y, rides, *ctx.ends)
+        grad_exact = grad_total if ctx.mode == "whole" else grad_exact
         if ctx.mode in EXACT_GRADS:
             y, total = ctx.saved_tensors
             grad_exact = EXACT_GRADS[ctx.mode](grad_x, y, total, ctx.constant).to(total.dtype)

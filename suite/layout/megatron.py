@@ -46,6 +46,7 @@ def norm_of(card: Mapping[str, Any], p: Mapping[str, Tensor], name: str, x: Tens
 class Megatron:
     enter_ops: tuple[Op, Op] = ("none", "all_reduce")
     leave_ops: tuple[Op, Op] = ("all_reduce", "none")
+    recompute_ends = False  # norms and biases alone lie there
     partial = False  # gradients of replicated tensors are whole on every rank
 
     def __init__(self, *, card: Mapping[str, Any], factor: Any, precision: Precision, tp: Wire, recompute: str = "none"):
@@ -58,9 +59,17 @@ class Megatron:
 
     def refuse(self, tokens: int) -> str | None:
         """Why `tokens` of a micro-batch cannot be trained, None where they can."""
+        factored = [name for sub, linear in maps(self.card).items() for name in linear if self.factored(sub, name)]
+        if factored and self.tp.size > 1:
+            return f"maps written as two factors ({', '.join(factored)}) are not split over {self.tp.size} ranks here"
+        if factored and self.recompute == "segment" and self.factor.crosses:
+            return "recompute: segment keeps no latent that crosses to the next layer"
         if self.partial and tokens % self.tp.size:
             return f"{tokens} tokens of a micro-batch do not divide over {self.tp.size} ranks"
         return None
+
+    def factored(self, sub: str, name: str) -> bool:
+        return self.factor.factored((0, f"{sub}.{name}"))
 
     # where tensors lie
 
@@ -78,7 +87,7 @@ class Megatron:
         """Leaves that hold several members: `...attention.q+k+v.weight`, `...ffn.gate+up.weight`. A precision whose numbers
         depend on what shares a product says `stack = False`."""
         found: dict[str, list[str]] = {}
-        if not getattr(self.precision, "stack", True):
+        if not getattr(self.precision, "stack", True) or any(name.endswith(".a") for name in names):
             return found
         for name in names:
             *path, linear, kind = name.split(".")
@@ -117,7 +126,16 @@ class Megatron:
         return self.products[key]
 
     def multiply(self, x: Tensor, p: Mapping[str, Tensor], layer: int, noise: Tensor, sub: str, names: Sequence[str]) -> Tensor:
-        """x times the stacked maps, before any bias."""
+        """x times the stacked maps, before any bias. A map of two factors runs as it is written, on the one rank there is."""
+        if self.factored(sub, names[0]):
+            at, width = f"{sub}.{names[0]}", self.factor.width
+            a = Product(f"{at}.a", ((0, width, 0),), (0, x.shape[-1]), self.tp)
+            y = self.precision.matmul(x, p[a.name], (layer, a.name), noise, a, p)
+            h = self.factor.between(y, p.get(f"{at}.latent"))
+            if self.factor.crosses:
+                p[f"{at}.latent"] = y
+            b = Product(f"{at}.b", ((0, len(p[f"{at}.b"]), 0),), (0, width), self.tp)
+            return self.precision.matmul(h, p[b.name], (layer, b.name), noise, b, p)
         product = self.product(sub, names)
         return self.precision.matmul(x, p[f"{product.name}.weight"], (layer, product.name), noise, product, p)
 
@@ -186,7 +204,8 @@ class Megatron:
                     spared += flops if name in kept else 0
         into += 2 * tokens * seq * card["hidden"]  # causal attention
         once = card["layers"] * (into + out) + 2 * tokens * vocab * card["hidden"]
-        return 3 * once + (card["layers"] * (into - spared) if self.recompute == "segment" else 0)
+        again = {"none": 0, "segment": into - spared, "layer": into + out}[self.recompute]
+        return 3 * once + card["layers"] * again
 
 
 class Enter:

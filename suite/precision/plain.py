@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from suite.precision.batch import batched
 from suite.seams import Product, Site
 
 
@@ -23,3 +24,7 @@ class Plain:
     def matmul(self, x: Tensor, w: Tensor, site: Site, noise: Tensor, product: Product, p: Mapping[str, Tensor]) -> Tensor:
         """x [T, d_in], w [d_out, d_in] -> [T, d_out]. Plain products draw nothing and need to know nothing of where they lie."""
         return F.linear(x, w.to(self.compute))
+
+    def batch(self, x: Tensor, w: Tensor, count: int) -> Tensor:
+        """x [T, count·d_in], w [count·d_out, d_in] -> [T, count·d_out]: products of equal shape, side by side."""
+        return batched(x, w.to(self.compute), count)
