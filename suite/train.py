@@ -302,6 +302,7 @@ def _loss_run(case: Case, trainer: Trainer, outcome: Outcome, progress: Callable
     last = [row["loss"] for row in outcome.losses[-max(1, case.steps // 10):]]
     outcome.metrics += [
         Metric("validation_loss", valid, "nats/token", n=windows),
+        Metric("perplexity", math.exp(min(valid, 700.0)), "PPL", n=windows),
         Metric("train_loss", sum(last) / len(last), "nats/token", n=len(last)),
         Metric("tokens_per_second", None, "tokens/s", reason="loss runs are deterministic and may share the machine: not timed"),
     ]
