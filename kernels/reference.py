@@ -59,8 +59,9 @@ def swiglu_backward(gu: Tensor, dz: Tensor) -> Tensor:
 
 
 def __getattr__(name: str):
-    """taco_encode, taco_decode, taco_total and taco_reduce, loaded when asked for: who imports the losses' references does
-    not depend on the codec."""
-    if name.startswith("taco_"):
-        return getattr(importlib.import_module("kernels.taco_reference"), name)
+    """taco_encode, taco_decode, taco_total, taco_reduce, nvfp4_quantize and nvfp4_requantize, loaded when asked for: who imports
+    the losses' references does not depend on the codec or the format."""
+    for method in ("taco", "nvfp4"):
+        if name.startswith(method + "_"):
+            return getattr(importlib.import_module(f"kernels.{method}_reference"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
