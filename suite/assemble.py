@@ -58,5 +58,6 @@ def assemble(case: Case, mesh: Mesh, vocab: int) -> Assembled:
     codecs = {id(codec): codec for one in (tp, dp) for codec in one.codecs.values()}
     parts = _parts((layout.precision, layout, *codecs.values()), model.weights, layout)
     for part in parts:
+        getattr(part, "begin", lambda *_: None)(case, dp)
         model.attach(part.buffers())
     return Assembled(model, Gradients(model.weights, tp, dp, copies), counter, tp, dp, parts)

@@ -53,6 +53,59 @@ class Parameters(Row):
     residual: Literal["bfloat16", "float32"] = "bfloat16"  # of the residual stream; float32 is what autocast leaves it in
 
 
+class Quantised(Parameters):
+    compute: Literal["bfloat16", "float32"] = "bfloat16"  # of activations and of what products take and give
+
+
+class Fp4(Quantised):
+    level: Literal["emulated", "slab", "native"] = "emulated"  # how products of FP4 operands run
+    rounding: Literal["stochastic", "nearest"] = "stochastic"  # of the backward operands
+
+
+class TetraJet(Fp4):
+    outer: Literal[128, "tensor"] = 128  # elements under one float32 scale
+    weight: Literal["1x16", "16x16"] = "1x16"  # elements of the weight under one E4M3 scale
+    aligned: Literal["both", "weight", "none"] = "both"  # which backward operands are made of what the forward used
+    hadamard: Literal["both", "dw", "none"] = "both"  # which backward products are rotated
+    margin: bool = True  # scales of stochastic operands leave 16/17, so that none clips
+    noise: Literal["independent", "shared"] = "independent"  # of the two operands of a product
+    out: float = Field(0.1, ge=0, le=1)  # OutControl: share of input channels kept in FP8; 0: off
+    out_start: float = Field(0.04, ge=0)  # first scored step; below 1 a share of the run
+    out_steps: int = Field(50, ge=1)
+    out_count: Literal["round", "pad128"] = "round"
+    out_order: Literal["norm", "index"] = "norm"  # of the channels left in FP4
+    out_select: Literal["shard", "global"] = "shard"  # where the inputs of a map are sharded
+    osci: float = Field(8.0, ge=0)  # OsciReset: risk from which on a weight is reset; 0: off
+    osci_start: float = Field(0.64, ge=0)  # first step; below 1 a share of the run
+    osci_period: int = Field(200, ge=1)
+    osci_window: int = Field(50, ge=1)
+    osci_share: float = Field(1.0, gt=0, le=1)  # of the weights that is watched; 0.1: the memory-efficient variant
+
+    @model_validator(mode="after")
+    def periodic(self) -> TetraJet:
+        if self.osci and self.osci_period < self.osci_window + 2:
+            raise ValueError(f"osci_period: {self.osci_period} is too short for a window of {self.osci_window}: it takes "
+                             f"{self.osci_window + 2} steps")
+        return self
+
+
+class Nvfp4(Fp4):
+    outer: Literal[128, "tensor"] = "tensor"
+    weight: Literal["1x16", "16x16"] = "16x16"
+    hadamard: Literal["both", "dw", "none"] = "dw"
+    tail: int = Field(0, ge=0)  # last layers that stay in `compute`
+
+
+class Mxfp4(Fp4):
+    level: Literal["emulated"] = "emulated"
+    scale: Literal["ceil", "floor"] = "ceil"  # ceil: nothing clips (TetraJet v1); floor: OCP's
+    aligned: Literal["both", "weight", "none"] = "both"
+
+
+class Fp8(Quantised):
+    gradient: Literal["e4m3", "e5m2"] = "e4m3"  # format of dY
+
+
 class Encoded(Row):
     # smaller messages cross uncompressed; auto: each size as it was fastest when it first came
     min_bytes: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
@@ -95,7 +148,8 @@ AXES: dict[str, dict[str, type[Row]]] = {
     "layout": {"megatron": Recompute, "megatron-sp": Recompute, "pairwise": Pairwise, "pairwise-heads": Pairwise, "btp": BTP},
     "comm": {"bf16": NoOptions, "fp32": NoOptions, "fp64": NoOptions, "int8": Group, "fp8": Group, "taco": Taco,
              "int8-hadamard": Hadamard, "int8-tensor": Encoded, "fp8-cast": Encoded, "tahquant": Group},
-    "precision": {"bf16": Parameters, "float32": NoOptions, "float64": NoOptions},
+    "precision": {"bf16": Parameters, "float32": NoOptions, "float64": NoOptions, "fp8": Fp8, "nvfp4": Nvfp4, "mxfp4": Mxfp4,
+                  "tetrajet": TetraJet},
 }
 
 

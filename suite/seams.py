@@ -185,6 +185,7 @@ class Part(Protocol):
 
     A precision, layout or codec that has parts gives them by `parts(weights, layout)`. Their state is local and reshards by
     its Spec as weights do. buffers: tensors by full name (`layers.3.ffn.down.mask`) that products of that layer read.
+    Optional: `begin(case, dp)`, called once before anything runs, with the data-parallel wire; `units` of metrics off "1".
     """
 
     name: str

@@ -199,7 +199,8 @@ def execute(case: Case, mesh: Mesh, *, progress: Callable[..., None], folder: Pa
             seen = sum(wire.nonfinite for wire in (trainer.assembled.tp, trainer.assembled.dp))
             outcome.metrics.append(Metric("nonfinite_groups", float(seen), "1", "counted"))
         for part in trainer.parts:
-            outcome.metrics += [Metric(name, value, "1") for name, value in sorted(part.metrics().items())]
+            units = getattr(part, "units", {})
+            outcome.metrics += [Metric(name, value, units.get(name, "1")) for name, value in sorted(part.metrics().items())]
         del trainer, checkpoint
     gc.collect()
     return outcome
@@ -301,6 +302,7 @@ def _loss_run(case: Case, trainer: Trainer, outcome: Outcome, progress: Callable
     last = [row["loss"] for row in outcome.losses[-max(1, case.steps // 10):]]
     outcome.metrics += [
         Metric("validation_loss", valid, "nats/token", n=windows),
+        Metric("perplexity", math.exp(min(valid, 700.0)), "PPL", n=windows),
         Metric("train_loss", sum(last) / len(last), "nats/token", n=len(last)),
         Metric("tokens_per_second", None, "tokens/s", reason="loss runs are deterministic and may share the machine: not timed"),
     ]
@@ -351,15 +353,18 @@ def _speed(case: Case, trainer: Trainer, seconds: list[float], clock: StepClock)
     tokens = case.data.batch * case.data.seq
     median, q20, q80, n = quantiles(seconds)
     devices = case.gpus or case.mesh.ranks
-    found = [
-        Metric("step_time", median * 1e3, "ms", n=n, q20=q20 * 1e3, q80=q80 * 1e3),
-        Metric("tokens_per_second", tokens / median, "tokens/s", n=n, q20=tokens / q80, q80=tokens / q20),
-        Metric("window_tokens_per_second", tokens * n / clock.window, "tokens/s", n=n),
-    ]
     layout = trainer.model.layout if trainer.assembled else None
+    # products that run in other numbers than they stand for have a time, but not the method's
+    kind = getattr(layout.precision, "timing", lambda device: "measured")(trainer.device) if layout else "measured"
+    found = [
+        Metric("step_time", median * 1e3, "ms", kind, n=n, q20=q20 * 1e3, q80=q80 * 1e3),
+        Metric("tokens_per_second", tokens / median, "tokens/s", kind, n=n, q20=tokens / q80, q80=tokens / q20),
+        Metric("window_tokens_per_second", tokens * n / clock.window, "tokens/s", kind, n=n),
+    ]
     model = 3 * flops.forward_flops(trainer.card, tokens, case.data.seq, trainer.vocab, layout.factor if layout else None)
     tflops = model / median / devices / 1e12
-    found.append(Metric("model_tflops", tflops, "TFLOP/s per GPU" if trainer.device.type == "cuda" else "TFLOP/s per process", n=n))
+    found.append(Metric("model_tflops", tflops, "TFLOP/s per GPU" if trainer.device.type == "cuda" else "TFLOP/s per process", kind,
+                        n=n))
     executed = layout.executed_flops(tokens, case.data.seq, trainer.vocab) / model if layout else 1.0
     found += flops.utilization(tflops, executed, trainer.device, case.precision.name)
     if trainer.device.type == "cuda":

@@ -1,0 +1,73 @@
+"""Execution levels: how a product of two quantised operands runs, and where.
+
+    emulated   the operands dequantised into `compute` (bfloat16: codes times inner scale are exact, the float32 outer scale is
+               rounded in), one dense product with float32 sums; any device
+    slab       the method's own arithmetic: codes times inner scales are multiplied exactly, summed in float32 over 128 elements
+               of the contraction, and the two outer scales applied to each such sum
+    native     block-scaled FP4 tensor cores: Blackwell only, refused elsewhere
+
+Time at the first two levels says nothing about FP4 hardware: it is `emulated`. E4M3 operands with a scale a row run on FP8 tensor
+cores where there are any (sm_89 and later); elsewhere their codes are multiplied in float32 and scaled afterwards.
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from suite.precision.operand import Given
+from suite.record import CaseFailed
+
+LEVELS = ("emulated", "slab", "native")
+SLAB = 128
+ROWS = ("e4m3", "e5m2")
+
+
+def refuse(name: str, level: str, device: torch.device) -> None:
+    """Raises CaseFailed where `device` cannot run products at `level`."""
+    if level not in LEVELS:
+        raise CaseFailed(f"precision {name}: level {level!r}: expected one of {', '.join(LEVELS)}")
+    if level == "native":
+        major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+        here = f"a {device.type}" if not major else torch.cuda.get_device_name(device)
+        why = "which this suite does not drive yet" if major >= 10 else f"not {here}"
+        raise CaseFailed(f"precision {name}: level native needs FP4 tensor cores (sm_100, sm_120), {why}")
+
+
+def real(level: str, format: str, device: torch.device) -> bool:
+    """Whether products of operands in `format` run on tensor cores for that format."""
+    if format in ROWS:
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return level == "native"
+
+
+def product(level: str, a: Given, b: Given, dtype: torch.dtype, beside: tuple[Given, Given] | None = None) -> Tensor:
+    """a [m, k] · b [n, k]ᵀ -> [m, n] of `dtype`. beside: a second pair whose product is added before rounding."""
+    if a.by_rows:
+        return _by_rows(a, b, dtype)
+    if level == "slab":
+        y = _slabs(a, b)
+        return (y if beside is None else y + beside[0].values @ beside[1].values.t()).to(dtype)
+    if beside is not None:
+        return torch.cat([beside[0].values, a.values], 1) @ torch.cat([beside[1].values, b.values], 1).t()
+    return (a.values @ b.values.t()).to(dtype)
+
+
+def _slabs(a: Given, b: Given) -> Tensor:
+    """Σ over slabs of 128: (codes · inner of a) (those of b)ᵀ in float32, times outer scale of the row times that of the column."""
+    y = torch.zeros(len(a.inner), len(b.inner), device=a.inner.device)
+    for slab in range(a.outer.shape[1]):
+        part = slice(slab * SLAB, (slab + 1) * SLAB)
+        y += (a.inner[:, part] @ b.inner[:, part].t()) * a.outer[:, slab, None] * b.outer[:, slab]
+    return y
+
+
+def _by_rows(a: Given, b: Given, dtype: torch.dtype) -> Tensor:
+    """Codes [m, k], [n, k] with a scale a row; k is a multiple of 16."""
+    if dtype == torch.bfloat16 and real("", ROWS[0], a.values.device):
+        n = len(b.values)
+        codes, scales = (F.pad(t, (0, 0, 0, -n % 16)) for t in (b.values.view(torch.uint8), b.scales))
+        y = torch._scaled_mm(a.values, codes.view(b.values.dtype).t(), scale_a=a.scales, scale_b=scales.t().contiguous(),
+                             out_dtype=dtype)
+        return y[:, :n]
+    return ((a.values.to(torch.float32) @ b.values.to(torch.float32).t()) * (a.scales * b.scales.t())).to(dtype)

@@ -1,0 +1,134 @@
+"""An operand of a quantised product: its format, and what comes of a tensor in that format.
+
+The one place where the precision axis meets the formats. A tensor is padded with zeros to whole blocks and, where it is rotated,
+given back with the padding that the rotation filled (at most 15 columns, the same for both operands of a product).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from suite.precision import blocks
+from suite.precision.blocks import Segment
+
+ROWS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+BLOCK = {"nvfp4": 128, "mxfp4": 32, "mxfp8": 32}  # columns to which an operand is padded
+
+
+@dataclass(frozen=True)
+class Operand:
+    """format: nvfp4, mxfp4, mxfp8, e4m3, e5m2 (a scale a row), or none. margin: no code clips. outer: elements under a float32
+    scale (128, or the tensor). block: rows under an inner scale."""
+
+    format: str
+    rounding: str = "nearest"
+    hadamard: bool = False
+    margin: bool = False
+    outer: int | str = 128
+    block: int = 1
+
+
+MXFP8 = Operand("mxfp8")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rows and columns of an operand lie in the unsharded tensor: what its noise is counted by."""
+
+    rows: Sequence[Segment]
+    columns: Sequence[Segment]
+
+
+@dataclass(frozen=True)
+class Given:
+    """values [r, k]: dequantised, in the dtype of the product; of e4m3 and e5m2 the codes in their own dtype, with a scale a row.
+    codes, scales: of every element, float32 [r, k]; before: what was rounded, rotated where it is. These only where asked for.
+    inner [r, K], outer [r, K / 128]: codes times inner scales, and outer scales, K whole blocks (nvfp4)."""
+
+    values: Tensor
+    codes: Tensor | None = None
+    scales: Tensor | None = None
+    before: Tensor | None = None
+    inner: Tensor | None = None
+    outer: Tensor | None = None
+
+    @property
+    def by_rows(self) -> bool:
+        return self.values.dtype in ROWS.values()
+
+    def dense(self) -> Tensor:
+        return self.values.to(torch.float32) * self.scales if self.by_rows else self.values
+
+    def clipped(self) -> Tensor:
+        """Elements beyond the largest E2M1 code."""
+        if self.codes is None:
+            return torch.zeros_like(self.values, dtype=torch.bool)
+        return self.before.abs() > 6.0 * self.scales
+
+
+def nearness(weight: Tensor, code: Tensor, scale: Tensor) -> Tensor:
+    """1 where a weight lies at a decision edge, 0 at half a gap from it. code: twice the E2M1 value. Beyond the outermost codes
+    there is no edge."""
+    z, c = weight.abs() / scale, code.abs().to(torch.float32) / 2
+    low = torch.where(c <= 2, 0.25, torch.where(c <= 4, 0.5, 1.0))
+    high = torch.where(c < 2, 0.25, torch.where(c < 4, 0.5, 1.0))
+    up = torch.where(c == 6, torch.inf, (c + high - z) / high)
+    down = torch.where(c == 0, torch.inf, (z - (c - low)) / low)
+    return (1 - torch.minimum(up, down)).clamp(0, 1)
+
+
+def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: int | None = None, signs: int | None = None,
+             place: Place | None = None, most: Callable[[Tensor], Tensor] = lambda amax: amax, whole: bool = True) -> Given:
+    """x [r, k] of any strides and float dtype. key: of its noise, for stochastic rounding; signs: of its rotation; most: see
+    blocks.nvfp4. whole: also codes, scales and what was rounded, which only some ask for."""
+    if operand.format == "none":
+        return Given(x.to(kept))
+    if operand.format in ROWS:
+        x = F.pad(x, (0, -x.shape[1] % 16))  # as FP8 tensor cores want it
+        found = _on(x.device, blocks.rows, x.to(torch.float32), operand.format)
+        return Given(found.values, None, found.scale, x)
+    k = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
+    padded = k + -k % BLOCK[operand.format]
+    x = F.pad(x.to(torch.float32), (0, padded - x.shape[1])).contiguous()
+    if operand.hadamard:
+        x = (x.view(-1, 16) @ blocks.hadamard(_key(signs), x.device)).view(x.shape)
+    u = None if key is None else _on(x.device, blocks.uniform, _key(key), place.rows, place.columns, padded, x.device)
+    if operand.format == "nvfp4":
+        if operand.outer == 128:
+            found = _on(x.device, blocks.nvfp4, x, u, operand.margin, 128, operand.block, None)
+        else:  # a message lies within: not compiled
+            found = blocks.nvfp4(x, u, operand.margin, operand.outer, operand.block, most)
+    elif operand.format == "mxfp4":
+        found = _on(x.device, blocks.mxfp4, x, u, not operand.margin)
+    else:
+        found = _on(x.device, blocks.mxfp8, x)
+    values = found.values.view(x.shape)[:, :k].to(kept)
+    given = Given(values)
+    if found.inner is not None:
+        outer = found.outer.expand(len(x), padded // 128, 1, 1).reshape(len(x), -1)
+        given = Given(values, inner=found.inner.view(x.shape), outer=outer)
+    if whole:
+        codes, scales = (t.expand(found.codes.shape).reshape(x.shape)[:, :k] for t in (found.codes, found.scale))
+        given = replace(given, codes=codes, scales=scales, before=x[:, :k])
+    return given
+
+
+def _key(number: int) -> Tensor:
+    """64 bits as int64 []: an argument of compiled code, so that a new step compiles nothing."""
+    return torch.tensor(number - (1 << 64) if number >> 63 else number)
+
+
+_compiled: dict[Callable, Callable] = {}
+
+
+def _on(device: torch.device, function: Callable, *arguments):
+    """Fused by torch.compile on a GPU: eager would pass over memory dozens of times."""
+    if device.type != "cuda":
+        return function(*arguments)
+    if function not in _compiled:
+        _compiled[function] = torch.compile(function, dynamic=True)
+    return _compiled[function](*arguments)
