@@ -36,7 +36,7 @@ from kernels.taco_tile import COARSE, LEAN, butterflies, factors, fetched, produ
 TILE, TILE_PLAIN, TILE_SMALL, TILE_WIDE = 8192, 4096, 2048, 16384
 WARPS = 4
 STAGES = 3  # tiles under way
-PER_PROCESSOR, PER_PROCESSOR_PLAIN = 2, 4  # programs a multiprocessor
+PER_PROCESSOR, PER_PROCESSOR_READ, PER_PROCESSOR_PLAIN = 2, 3, 4  # programs a multiprocessor: encode, decode, no product
 MANY = 4  # stripes from which a sum takes small tiles: as many loads are under way
 WIDEST = 128  # of the matrix in a product
 HARDWARE = 89  # the architecture from which E4M3 is converted by an instruction
@@ -251,7 +251,8 @@ def _decoding(rows: int, n: int, width: int, dtype: torch.dtype, device: torch.d
     constants = Kept({"G": group} | _transform(group) | _format(format) | {
         "STRIPES": stripes, "HADAMARD": hadamard, "PRODUCT": product, "WHOLE": whole, "NORM": norm, "MODE": MODES[mode]})
     by_arch = _by_arch(groups, group, whole, product, stripes, group > WIDEST or stripes > 1 or dtype == torch.float32)
-    return _grid(groups, group, rows, device, PER_PROCESSOR), constants, by_arch, h, groups
+    per = PER_PROCESSOR_READ if stripes == 1 and group <= WIDEST else PER_PROCESSOR
+    return _grid(groups, group, rows, device, per), constants, by_arch, h, groups
 
 
 def decode_launch(wire: Tensor, out: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True,

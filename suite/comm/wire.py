@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from suite.comm import bytewise
+from suite.comm.agreement import Agreement
 from suite.comm.choice import UNCOMPRESSED, Choices
 from suite.comm.counter import Counter, ring_bytes
 from suite.comm.transport import Transport
@@ -65,7 +66,7 @@ class Wire:
         self.name, self.codecs, self.counter = name, dict(codecs), counter
         self.transport = transport or Transport(group, counter)
         self.size, self.index = group.size, group.index
-        self.key, self.choices = Key(), Choices()
+        self.key, self.choices, self.agreement = Key(), Choices(), Agreement(self.transport.group)
         self.id = next(i for i in range(len(_wires) + 1) if i not in _wires)
         _wires[self.id] = self
 
@@ -94,7 +95,7 @@ class Wire:
         op: none | all_reduce (same shape) | reduce_scatter (`dim` shrinks by p) | all_gather (`dim` grows by p) | max.
         exact: a statistic of any shape, always summed over all ranks. The result has the dtype of `x`, the statistic
         max(float32, its dtype). Where p is 1 or op is none, `x` itself comes back. Every rank must make the same calls.
-        Raises WireError where p does not divide x.shape[dim] of a reduce_scatter.
+        Raises WireError where p does not divide x.shape[dim] of a reduce_scatter, and where ranks come with unlike tensors.
         """
         with torch.no_grad():
             dim = self._check(op, x, dim, site)
@@ -104,6 +105,9 @@ class Wire:
             if op == "none":
                 statistic = self._sum_exact(exact, way)
                 return Pending(lambda: (x, statistic()))
+            unequal = self.agreement.differs((str(site[1]), op, way), x)
+            if unequal:
+                raise WireError(f"wire {self.name}: {site}: {op} {way}: {unequal}")
             codec = self._codec(op, x, way, purpose)
             if isinstance(codec, torch.dtype):
                 name = "exact"
