@@ -83,7 +83,7 @@ def seconds(case: Case, cpus: int = 2) -> float:
     card = models()[case.model]
     if case.measure == "collective":
         values = case.data.batch * case.data.seq * card["hidden"]
-        return FIXED[case.device] + values * (case.steps + 3) / TIMED["cpu" if case.link == "gloo" else case.device]
+        return START["cpu"] + values * (case.steps + 3) / TIMED["cpu" if case.link == "gloo" else case.device]
     hidden, head = card["hidden"], card["hidden"] // card["heads"]
     attention = hidden * (2 * hidden + 2 * card["kv_heads"] * head)
     vocab = case.data.tokenizer if isinstance(case.data.tokenizer, int) else card["vocab"]
