@@ -253,7 +253,11 @@ Link = Literal["none", "p2p", "p2p-nvls", "shm", "socket", "gloo", "shaped"]
 
 
 class Case(Row):
-    """See the module docstring. `measure`: `loss` runs are deterministic and validated, `speed` runs own the machine."""
+    """See the module docstring. `measure`: `loss` runs are deterministic and validated, `speed` runs own the machine.
+
+    `codec` runs look at what a codec does to a trained model's messages (suite/measure/captured.py), `collective` runs time one
+    collective of [data.batch x data.seq, hidden] and own the machine (suite/measure/collective.py); both need tp > 1.
+    """
 
     model: str
     factor: Annotated[Choice, _choice("factor")] = Choice(name="dense")
@@ -267,7 +271,7 @@ class Case(Row):
     optim: Optim = Optim()
     steps: int = Field(50, ge=1)
     seed: int = Field(0, ge=0)
-    measure: Literal["loss", "speed"] = "loss"
+    measure: Literal["loss", "speed", "codec", "collective"] = "loss"
     implementation: Literal["triaxis", "transformers"] = "triaxis"
     compile: bool | None = None  # none: where the device is a GPU
     init: str | None = None  # path of a checkpoint to start from (ours or Hugging Face safetensors)
@@ -315,6 +319,10 @@ class Case(Row):
             raise ValueError(f"data.batch {self.data.batch} is no multiple of dp {self.mesh.dp} x micro {self.micro}")
         if self.layout.options.get("norm") == "local" and self.measure != "speed":
             raise ValueError("layout: norm: local changes the model with tp: only a row with measure: speed may time it")
+        if self.measure in ("codec", "collective") and self.mesh.tp == 1:
+            raise ValueError(f"measure: {self.measure} needs mesh.tp of at least 2: with one process nothing crosses")
+        if self.implementation == "transformers" and self.measure in ("codec", "collective"):
+            raise ValueError(f"measure: {self.measure} needs implementation: triaxis")
         if self.implementation == "transformers" and self.mesh.ranks > 1:
             raise ValueError("implementation: transformers runs on one process")
         return self

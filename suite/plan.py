@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 HOURS = 3.0
 START = {"cpu": 6.0, "cuda": 75.0}  # seconds until ranks can compute
 FIXED = {"cpu": 4.0, "cuda": 60.0}  # seconds a case needs beside its steps
+TIMED = {"cpu": 5e6, "cuda": 2e8}  # values a second that all runs of a timed collective take together
 RATE = {"cpu": 40e9, "cuda": 150e12}  # model FLOP/s of a core, of a GPU
 
 
@@ -74,12 +75,15 @@ class Launch:
     @property
     def exclusive(self) -> bool:
         """Timed runs own the machine."""
-        return self.case.measure == "speed"
+        return self.case.measure in ("speed", "collective")
 
 
 def seconds(case: Case, cpus: int = 2) -> float:
     """Estimated seconds of a case without the start of its ranks (formula above)."""
     card = models()[case.model]
+    if case.measure == "collective":
+        values = case.data.batch * case.data.seq * card["hidden"]
+        return START["cpu"] + values * (case.steps + 3) / TIMED["cpu" if case.link == "gloo" else case.device]
     hidden, head = card["hidden"], card["hidden"] // card["heads"]
     attention = hidden * (2 * hidden + 2 * card["kv_heads"] * head)
     vocab = case.data.tokenizer if isinstance(case.data.tokenizer, int) else card["vocab"]

@@ -125,7 +125,9 @@ def _publish(spec: Mapping[str, Any], item: Mapping[str, Any], case: Case, outco
         for beside in (losses, samples):
             beside.unlink(missing_ok=True)
         if outcome.losses:
-            record.publish(losses, _table(outcome.losses))
+            record.publish(losses, _table(outcome.losses, LOSSES))
+        for name, rows in getattr(outcome, "tables", {}).items():
+            record.publish(path.with_suffix(f".{name}.csv"), _table(rows, tuple(rows[0]) if rows else ()))
         if outcome.samples is not None and Path(outcome.samples).exists():
             record.publish(samples, Path(outcome.samples).read_text(encoding="utf-8"))
         record.write(
@@ -147,11 +149,11 @@ def _publish(spec: Mapping[str, Any], item: Mapping[str, Any], case: Case, outco
         raise DiskFull(f"{path.name}: cannot be written: {error.strerror or error}") from error
 
 
-def _table(rows: Sequence[Mapping[str, float]]) -> str:
-    """CSV with repr floats: the fixed columns first, then any others in order of name."""
-    others = sorted({name for row in rows for name in row} - set(LOSSES))
+def _table(rows: Sequence[Mapping[str, Any]], first: Sequence[str]) -> str:
+    """CSV with repr floats: the columns named first, then any others in order of name."""
+    others = sorted({name for row in rows for name in row} - set(first))
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*LOSSES, *others], restval="", lineterminator="\n")
+    writer = csv.DictWriter(text, [*first, *others], restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

@@ -191,9 +191,8 @@ class _Run:
         # the count) and does not spin against its neighbours.
         threads = 1 if first.device == "cpu" else max(1, self.machine.cpus // local)
         narrowed = gpus if first.device == "cuda" else None
-        variables = environment(
-            str(first.link), self.environ, threads, narrowed, deterministic=first.device == "cuda" and first.measure == "loss"
-        )
+        repeatable = first.device == "cuda" and first.measure in ("loss", "codec")
+        variables = environment(str(first.link), self.environ, threads, narrowed, deterministic=repeatable)
         variables["TRIAXIS_RESULTS"] = str(self.results)
         spec = {
             "launch": self.launch.id,
@@ -227,8 +226,8 @@ class _Run:
         if not self.rendezvous.first:
             return
         path = self._path(case_id)
-        for beside in (path.with_suffix(".loss.csv"), path.with_suffix(".gpu.csv")):
-            beside.unlink(missing_ok=True)
+        for ending in (".loss.csv", ".gpu.csv", ".messages.csv"):
+            path.with_suffix(ending).unlink(missing_ok=True)
         facts: dict[str, Any] = {
             "launch": self.launch.id,
             "ended": datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds"),

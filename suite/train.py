@@ -3,6 +3,7 @@
     loss run     deterministic algorithms, every step's loss kept, validation at the end; may share the machine: not timed
     speed run    `WARMUP` steps (compilation, autotuning), then `steps` timed ones synchronised at both ends only, then
                  separate profiled ones for the share of communication
+    codec, collective    suite/measure/captured.py and suite/measure/collective.py
 
 A step: gradient accumulation over micro-batches -> gradients settled over ranks -> clipped by the global norm -> AdamW under
 a cosine schedule with warm-up. Weights are kept in the precision's `master` dtype.
@@ -26,7 +27,7 @@ from suite import data as text
 from suite.assemble import assemble
 from suite.case import Case, Optim
 from suite.checkpoint import Checkpoint, initialise
-from suite.measure import flops
+from suite.measure import captured, collective, flops
 from suite.measure.clock import StepClock, quantiles
 from suite.measure.nvml import Sampler, summarise
 from suite.measure.profile import communication_share
@@ -51,6 +52,7 @@ class Outcome:
     traffic: list[Traffic] = field(default_factory=list)
     losses: list[dict[str, float]] = field(default_factory=list)
     samples: Path | None = None
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # name -> rows of <case>.<name>.csv
     facts: dict[str, Any] = field(default_factory=dict)  # goes to the record's provenance
 
 
@@ -176,6 +178,10 @@ def execute(case: Case, mesh: Mesh, *, progress: Callable[..., None], folder: Pa
     """Every rank of the mesh calls it; rank 0's outcome is the record's. progress(step, steps, loss, tokens_per_second).
     Raises CaseFailed with the reason where the run is no result (NaN loss at a step)."""
     outcome = Outcome()
+    if case.measure in ("codec", "collective"):
+        with _numerics(case):
+            _study(case, mesh, outcome, progress)
+        return outcome
     started = time.perf_counter()
     with _numerics(case) as warned:
         trainer = Trainer(case, mesh)
@@ -206,6 +212,21 @@ def execute(case: Case, mesh: Mesh, *, progress: Callable[..., None], folder: Pa
     return outcome
 
 
+def _study(case: Case, mesh: Mesh, outcome: Outcome, progress: Callable[..., None]) -> None:
+    def trained(origin: Case) -> tuple[Any, Callable[[], Any]]:
+        trainer = Trainer(origin, mesh)
+        curve = _Curve(origin, mesh, Outcome(), progress, origin.steps, origin.data.batch * origin.data.seq)
+        for step in range(origin.steps):
+            curve.add(step, *trainer.step(step))
+        curve.look()
+        return trainer.assembled.tp, lambda: trainer.step(origin.steps)
+
+    if case.measure == "codec":
+        captured.study(case, mesh, trained, outcome)
+    else:
+        collective.study(case, mesh, outcome)
+
+
 def _synchronise(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
@@ -225,7 +246,7 @@ def _numerics(case: Case) -> Iterator[set[str]]:
         else:
             ordinary(message, *rest)
 
-    torch.use_deterministic_algorithms(case.measure == "loss", warn_only=True)
+    torch.use_deterministic_algorithms(case.measure in ("loss", "codec"), warn_only=True)
     matmul.allow_bf16_reduced_precision_reduction = False
     warnings.showwarning = show
     try:
@@ -367,10 +388,8 @@ def _speed(case: Case, trainer: Trainer, seconds: list[float], clock: StepClock)
                         n=n))
     executed = layout.executed_flops(tokens, case.data.seq, trainer.vocab) / model if layout else 1.0
     found += flops.utilization(tflops, executed, trainer.device, case.precision.name)
-    if trainer.device.type == "cuda":
-        found.append(Metric("peak_memory", torch.cuda.max_memory_allocated(trainer.device) / 2**30, "GiB"))
-    else:
-        found.append(Metric("peak_memory", None, "GiB", reason="no GPU"))
+    peak = torch.cuda.max_memory_allocated(trainer.device) / 2**30 if trainer.device.type == "cuda" else None
+    found.append(Metric("peak_memory", peak, "GiB", reason="no GPU" if peak is None else None))
     return found
 
 

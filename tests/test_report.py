@@ -316,6 +316,7 @@ def test_references_are_drawn_where_this_machine_has_nothing(results, folder, tm
     assert {e.origin for e in figures.chosen(found, "taco")} == {"run"}
     for path in (results / "runs").rglob("*.json"):
         path.unlink()
+        assert "reference:desk" in {e.origin for e in figures.chosen(entries(results, load_all(folder)), "taco")}
     assert {e.origin for e in figures.chosen(entries(results, load_all(folder)), "taco") if e.status == "ok"} == {"reference:desk"}
 
 

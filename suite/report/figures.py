@@ -1,8 +1,8 @@
 """One figure a workload: results/figures/<workload>.png. A row of panels a model and source, a column a quantity.
 
 Columns are drawn where a record has their numbers: loss curves, final loss against the baseline, bytes on the wire, and
-the metrics of suite.report.panels.BARS. Records of this machine come first; where it has none, the committed references
-are drawn. A workload without an ok record gives a figure that says so. The same records give the same bytes.
+the metrics of suite.report.panels.BARS. Cases without a record of this machine are drawn from the committed
+references, in rows of their own. A workload without an ok record gives a figure that says so. The same records give the same bytes.
 """
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from suite.report import panels
+from suite.report import panels, studies
 from suite.report.source import RUN, Entry, ReportError, main
 from suite.workload import Workload
 
-COLUMNS = {"curves": panels.curves, "difference": panels.difference, "wire": panels.wire,
+COLUMNS = {"curves": panels.curves, "difference": panels.difference, "wire": panels.wire, "against_n": studies.against_n,
+           "by_size": studies.by_size, "octaves": studies.octaves,
            **{bar.metric: partial(panels.bars, bar=bar) for bar in panels.BARS}}
 
 
@@ -47,10 +48,11 @@ def style(entries: Sequence[Entry], seaborn: Any) -> panels.Style:
 
 
 def chosen(entries: Sequence[Entry], workload: str) -> list[Entry]:
-    """Entries of the workload: this machine's, or the references' where no run of it is ok."""
+    """Entries of the workload: this machine's, and of the references those cases of which it has no record."""
     mine = [e for e in entries if workload in e.workload.split("+")]
     runs = [e for e in mine if e.origin == RUN]
-    return runs if any(e.status == "ok" for e in runs) else [*(e for e in mine if e.origin != RUN), *runs]
+    done = {e.id for e in runs if e.record is not None}
+    return [*(e for e in mine if e.origin != RUN and e.id not in done), *runs]
 
 
 def draw(workload: Workload, entries: Sequence[Entry]) -> bytes:

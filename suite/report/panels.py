@@ -49,6 +49,11 @@ BARS = (
     Bar("peak_memory", "Peak memory", "GiB a GPU"),
     Bar("sm_active", "SMs active", "%"),
     Bar("comm_share", "Communication's share of a step", "%"),
+    Bar("codec_l2_error", "Codec error on captured messages", "% (relative L2, spread over messages)"),
+    Bar("zero_fraction_forward", "Nonzero activations that decode to zero", "%"),
+    Bar("zero_fraction_backward", "Nonzero gradients that decode to zero", "%"),
+    Bar("codec_gb_per_s", "Encode and decode", "GB/s read and written"),
+    Bar("copy_gb_per_s", "A copy beside them", "GB/s read and written"),
 )
 
 
@@ -183,7 +188,7 @@ def _point(ax: Any, c: Comparison, x: float, style: Style, name: str) -> None:
 
 def wire(ax: Any, entries: Sequence[Entry], style: Style) -> bool:
     """Bytes one rank sends in a step: counted part solid, modelled part (the library's collectives) hatched."""
-    having = [e for e in entries if e.metric("wire_bytes")]
+    having = [e for e in entries if e.metric("wire_bytes") and e.case["measure"] != "collective"]  # that sends one message
     if not having:
         return False
     ticks, cells, offsets = _grid(having, style, TRAINING)

@@ -3,7 +3,7 @@
     results/reference/<name>/environment.txt    hardware and exact versions, from the records' provenance
     results/reference/<name>/overhead.json      what `triaxis overhead` measured there, where it did (suite.report.overhead)
     results/reference/<name>/runs/*.json        the records, as they were written
-    results/reference/<name>/runs/*.loss.csv    their loss curves
+    results/reference/<name>/runs/*.loss.csv    their loss curves; *.messages.csv: their messages' errors
 
     python -m suite.report.reference import RUN NAME     RUN: a folder results/runs/<machine>, or its .tar.gz
     python -m suite.report.reference readme [--check]    writes (or only compares) the block between the markers
@@ -34,6 +34,7 @@ from suite.workload import ROOT, Workload, WorkloadError, load_all
 
 START, END = "<!-- scoreboard -->", "<!-- /scoreboard -->"
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
+TABLES = ("loss", "messages")  # beside a record
 SKIPPED = ("machine", "started", "ended", "launch")  # of the provenance: not facts about the environment
 
 
@@ -91,7 +92,7 @@ def _copy(source: Path, target: Path, run: Path) -> None:
     for path in paths:
         if (target / path.name).exists():
             raise ReportError(f"{run.name}: two records are called {path.name}")
-        for beside in (path, path.with_name(f"{path.stem}.loss.csv")):
+        for beside in (path, *(path.with_name(f"{path.stem}.{table}.csv") for table in TABLES)):
             if beside.exists():
                 shutil.copyfile(beside, target / beside.name)
 
