@@ -27,10 +27,11 @@ from suite import data as text
 from suite.assemble import assemble
 from suite.case import Case, Optim
 from suite.checkpoint import Checkpoint, initialise
-from suite.measure import captured, collective, flops
+from suite.measure import flops
 from suite.measure.clock import StepClock, quantiles
 from suite.measure.nvml import Sampler, summarise
 from suite.measure.profile import communication_share
+from suite.measure.study import study
 from suite.mesh import Mesh
 from suite.optimizer import AdamW
 from suite.record import CaseFailed, Metric, Traffic
@@ -180,7 +181,7 @@ def execute(case: Case, mesh: Mesh, *, progress: Callable[..., None], folder: Pa
     outcome = Outcome()
     if case.measure in ("codec", "collective"):
         with _numerics(case):
-            _study(case, mesh, outcome, progress)
+            study(case, mesh, outcome, lambda origin: _trained(origin, mesh, progress))
         return outcome
     started = time.perf_counter()
     with _numerics(case) as warned:
@@ -197,34 +198,27 @@ def execute(case: Case, mesh: Mesh, *, progress: Callable[..., None], folder: Pa
         except CaseFailed as failure:
             raise CaseFailed(f"{failure}{trainer.nonfinite()}") from None
         outcome.facts["deterministic"] = torch.are_deterministic_algorithms_enabled() and not warned
-        outcome.facts["nondeterministic"] = sorted(warned)
-        outcome.facts["data_digest"] = trainer.digest
-        outcome.facts["vocab"] = trainer.vocab
+        outcome.facts |= {"nondeterministic": sorted(warned), "data_digest": trainer.digest, "vocab": trainer.vocab}
         if trainer.assembled:
             outcome.metrics.append(Metric("parameters", float(trainer.model.weights.count()), "1", "counted"))
             seen = sum(wire.nonfinite for wire in (trainer.assembled.tp, trainer.assembled.dp))
+            outcome.facts["paths"] = trainer.assembled.tp.choices.rows()
             outcome.metrics.append(Metric("nonfinite_groups", float(seen), "1", "counted"))
-        for part in trainer.parts:
-            units = getattr(part, "units", {})
-            outcome.metrics += [Metric(name, value, units.get(name, "1")) for name, value in sorted(part.metrics().items())]
+        outcome.metrics += [Metric(name, value, getattr(part, "units", {}).get(name, "1"))
+                            for part in trainer.parts for name, value in sorted(part.metrics().items())]
         del trainer, checkpoint
     gc.collect()
     return outcome
 
 
-def _study(case: Case, mesh: Mesh, outcome: Outcome, progress: Callable[..., None]) -> None:
-    def trained(origin: Case) -> tuple[Any, Callable[[], Any]]:
-        trainer = Trainer(origin, mesh)
-        curve = _Curve(origin, mesh, Outcome(), progress, origin.steps, origin.data.batch * origin.data.seq)
-        for step in range(origin.steps):
-            curve.add(step, *trainer.step(step))
-        curve.look()
-        return trainer.assembled.tp, lambda: trainer.step(origin.steps)
-
-    if case.measure == "codec":
-        captured.study(case, mesh, trained, outcome)
-    else:
-        collective.study(case, mesh, outcome)
+def _trained(case: Case, mesh: Mesh, progress: Callable[..., None]) -> tuple[Any, Callable[[], Any]]:
+    """The tensor-parallel wire of a model that was trained as the case says, and one step more of it."""
+    trainer = Trainer(case, mesh)
+    curve = _Curve(case, mesh, Outcome(), progress, case.steps, case.data.batch * case.data.seq)
+    for step in range(case.steps):
+        curve.add(step, *trainer.step(step))
+    curve.look()
+    return trainer.assembled.tp, lambda: trainer.step(case.steps)
 
 
 def _synchronise(mesh: Mesh) -> None:

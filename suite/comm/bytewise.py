@@ -137,16 +137,16 @@ def _one_shot(transport: Transport, codec: Codec, x: Tensor, exact: Tensor | Non
 
 
 def _two_shot(transport: Transport, codec: Codec, x: Tensor, exact: Tensor | None, key: Key) -> Slice:
-    p, n = transport.size, len(x)
-    chunk = -(-n // p)
-    source = _padded(_fill(x[None], p * chunk).view(p, chunk), codec)
+    p, n, group = transport.size, len(x), getattr(codec, "group", 1)
+    width = -(-n // (p * group)) * group  # whole groups, so that they lie alike however a message is cut
+    source = _fill(x[None], p * width).view(p, width)
     tail = None
     if exact is not None:
         share = -(-exact.numel() // p)
         tail = _fill(exact.view(1, -1), p * share).view(p, share)
     parcel = _encoded(transport, codec, source, key, tail)
     parcel.start("all_to_all")
-    width, size = source.shape[1], codec.nbytes(source.shape[1])
+    size = codec.nbytes(width)
 
     def land(out: Tensor) -> Tensor | None:
         wires = parcel.read()
@@ -158,12 +158,7 @@ def _two_shot(transport: Transport, codec: Codec, x: Tensor, exact: Tensor | Non
         parcel.done()
         sums.start("all_gather")
         found = sums.read()
-        if p * chunk == n and width == chunk:
-            _decode(codec, found, out.view(p, chunk), size)
-        else:
-            whole = torch.empty(p, width, dtype=x.dtype, device=x.device)
-            _decode(codec, found, whole, size)
-            out.copy_(whole[:, :chunk].reshape(-1)[:n])
+        _whole(out, p * width, lambda whole: _decode(codec, found, whole.view(p, width), size))
         total = None if exact is None else _read(found, size, exact.dtype).reshape(-1)[: exact.numel()].view(exact.shape)
         sums.done()
         return total
