@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import adamw, cross_entropy, reference, swiglu, taco, taco_reference
+from kernels import adamw, bottleneck, bottleneck_reference, cross_entropy, reference, swiglu, taco, taco_reference
 from kernels.launch import TYPES, Compiled, Launch
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -183,6 +183,48 @@ def _swiglu(model: str, tokens: int, width: int, dtype: torch.dtype) -> Entry:
                  64 if width % 16 == 0 else 128)
 
 
+
+def _scale_inputs(tokens: int, width: int, dtype: torch.dtype, device: str, seed: int) -> dict[str, Any]:
+    gain = _normal((width,), dtype, device, seed + 1)
+    return {"x": _normal((tokens, width), dtype, device, seed, 3.0), "gain": gain, "eps": 1e-6}
+
+
+def bottleneck_inputs(tokens: int, width: int, hidden: int, silu: bool, dtype: torch.dtype, backward: bool, device: str,
+                      seed: int) -> dict[str, Any]:
+    """A summed product of deviation 6 and the sums of squares of rows of deviation 3."""
+    square = _normal((tokens,), FLOAT32, device, seed + 1)
+    square = square if device == "meta" else square.abs_().add_(8.0).mul_(hidden)
+    given = {"p": _normal((tokens, width), dtype, device, seed, 6.0), "square": square}
+    given |= {"dh": _normal((tokens, width), dtype, device, seed + 2)} if backward else {}
+    return given | {"hidden": hidden, "eps": 1e-6, "silu": silu}
+
+
+def _scale_launch(x: Tensor, gain: Tensor, eps: float) -> Launch:
+    return bottleneck.scale_launch(x, gain, eps, torch.empty_like(x), *(torch.empty(len(x), device=x.device) for _ in range(2)))
+
+
+def _epilogue_launch(p: Tensor, **rest) -> Launch:
+    return bottleneck.epilogue_launch(p, **rest, h=torch.empty_like(p))
+
+
+def _epilogue_backward_launch(p: Tensor, **rest) -> Launch:
+    return bottleneck.epilogue_backward_launch(p, **rest, dp=torch.empty_like(p), ds=torch.empty(len(p), device=p.device))
+
+
+def _bottleneck(model: str, tokens: int, shard: int, width: int, hidden: int, dtype: torch.dtype, silu: bool = True) -> list[Entry]:
+    """The norm of a shard of the residual stream, and what follows the reduced latents of maps that share a product."""
+    name = f"{model}-{tokens}x{width}-{TYPES[dtype]}" + ("" if silu else "-silu=False")
+    rows, wide, shape = 4 * tokens, tokens * width * dtype.itemsize, (tokens, width, hidden, silu, dtype)
+    aligned, registers = width % 16 == 0 and shard % 16 == 0, 255
+    return [Entry(f"bottleneck.scale/{model}-{tokens}x{shard}-{TYPES[dtype]}" + ("" if silu else "-silu=False"), bottleneck.scale,
+                  bottleneck_reference.scale, partial(_scale_inputs, tokens, shard, dtype), _scale_launch,
+                  (2 * tokens + 1) * shard * dtype.itemsize + 2 * rows, aligned, registers),
+            Entry(f"bottleneck.epilogue/{name}", bottleneck.epilogue, bottleneck_reference.epilogue,
+                  partial(bottleneck_inputs, *shape, False), _epilogue_launch, 2 * wide + rows, aligned, registers),
+            Entry(f"bottleneck.epilogue_backward/{name}", bottleneck.epilogue_backward, bottleneck_reference.epilogue_backward,
+                  partial(bottleneck_inputs, *shape, True), _epilogue_backward_launch, 3 * wide + 2 * rows, aligned, registers)]
+
+
 ENTRIES = [
     *_cross_entropy("gpt", 16384, 50304, 50257, BF16),
     *_cross_entropy("qwen2.5", 8192, 151936, 151936, BF16),
@@ -198,6 +240,10 @@ ENTRIES = [
     _swiglu("qwen2.5-0.5b", 16384, 4864, BF16),
     _swiglu("qwen2.5-0.5b", 16384, 4864, FLOAT32),
     _swiglu("odd", 37, 1003, BF16),
+    *_bottleneck("llama-7b-tp2", 16384, 2048, 3072, 4096, BF16),
+    *_bottleneck("llama-7b-tp4", 16384, 1024, 3072, 4096, BF16, silu=False),
+    *_bottleneck("llama-3b-tp2", 16384, 1536, 2304, 3072, FLOAT32),
+    *_bottleneck("odd", 37, 1003, 331, 2006, BF16),
     *(entry for group in taco_reference.GROUPS for entry in _taco(1 << 25, BF16, group)),
     *_taco(1 << 25, BF16, 128, hadamard=False),
     *_taco(1 << 25, FLOAT32, 128),

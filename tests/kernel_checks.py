@@ -12,13 +12,14 @@ import sys
 import torch
 from torch import Tensor
 
-from kernels import adamw, cross_entropy, reference, swiglu
-from kernels.registry import logits_and_targets, step_inputs, swiglu_inputs
+from kernels import adamw, bottleneck, bottleneck_reference, cross_entropy, reference, swiglu
+from kernels.registry import bottleneck_inputs, logits_and_targets, step_inputs, swiglu_inputs
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 NAN, INF = math.nan, math.inf
 SHAPES = [(5, 64, 64), (3, 200, 200), (4, 320, 257), (2, 96, 0), (3, 64, 1), (1, 127, 100)]  # tokens, width, valid
 GATES = [(5, 64), (3, 200), (2, 37), (4, 1), (1, 129)]  # tokens, width
+ROWS = [(3, 64), (5, 100), (1, 1), (2, 333)]  # tokens, width
 WEIGHTS = [((16, 24), True), ((7, 11), False)]  # shape, clipped
 
 
@@ -130,6 +131,52 @@ def check_swiglu_nonfinite(device: str, dtype: torch.dtype) -> None:
     assert got.isfinite().sum().item() == 4 * 100 - 2 - 1 - 2 - 2
 
 
+def check_bottleneck(device: str, dtype: torch.dtype, tokens: int, width: int) -> None:
+    """Within float32's rounding of what is summed (and the result's, in bfloat16); outputs are all NaN before."""
+    place = 2**-8 if dtype == BF16 else 0.0
+
+    def near(got: Tensor, exact: Tensor, size: Tensor, rounded: bool = True) -> None:
+        excess = (got.double() - exact).abs() - 4e-6 * size - (place if rounded else 0.0) * exact.abs()
+        assert excess.max().item() <= 1e-30
+
+    def poisoned(*shapes: tuple) -> list[Tensor]:
+        return [torch.full(shape, NAN, dtype=kind, device=device) for shape, kind in shapes]
+
+    given = bottleneck_inputs(tokens, width, 2 * width, True, dtype, True, device, width)
+    x, gain = given["p"], given["dh"][0].contiguous()
+    y, square, rms = poisoned((x.shape, dtype), ((tokens,), FLOAT32), ((tokens,), FLOAT32))
+    bottleneck.scale_launch(x, gain, 1e-5, y, square, rms).run()
+    exact = bottleneck_reference.scale(x.double(), gain.double(), 1e-5)
+    for got, want in zip((y, square, rms), exact):
+        near(got, want, want.abs(), got is y)
+    for silu in (True, False):
+        given["silu"] = silu
+        forward = {name: value for name, value in given.items() if name != "dh"}
+        h, dp, ds = poisoned((x.shape, dtype), (x.shape, dtype), ((tokens,), FLOAT32))
+        bottleneck.epilogue_launch(**forward, h=h).run()
+        bottleneck.epilogue_backward_launch(**given, dp=dp, ds=ds).run()
+        wide = {name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()}
+        exact = bottleneck_reference.epilogue(**{name: wide[name] for name in forward})
+        near(h, exact, exact.abs() * (1.0 + wide["p"].abs()))
+        want = bottleneck_reference.epilogue_backward(**wide)
+        latent = wide["p"] * torch.rsqrt(wide["square"] / (2 * width) + 1e-6)[:, None]
+        size = wide["dh"].abs() * (1.0 + latent.abs())
+        scale = torch.rsqrt(wide["square"] / (2 * width) + 1e-6)
+        near(dp, want[0], size * scale[:, None])
+        near(ds, want[1], (size * latent.abs()).sum(1) / (4 * width) * scale.square(), False)
+
+
+def check_bottleneck_nonfinite(device: str, dtype: torch.dtype) -> None:
+    """A NaN spoils its own row and no other."""
+    given = bottleneck_inputs(4, 96, 192, True, dtype, True, device, 0)
+    given["p"][1, 5], given["square"][2], given["dh"][3, 7] = NAN, NAN, INF
+    dp, ds = torch.zeros_like(given["p"]), torch.zeros(4, device=device)
+    bottleneck.epilogue_backward_launch(**given, dp=dp, ds=ds).run()
+    want = bottleneck_reference.epilogue_backward(**given)
+    assert torch.equal(dp.isfinite(), want[0].isfinite()) and torch.equal(ds.isfinite(), want[1].isfinite())
+    assert ds.isfinite().tolist() == [True, False, False, False]
+
+
 def interpret() -> None:
     """Small blocks, so that small tensors have several and a tail."""
     cross_entropy.BLOCK, adamw.BLOCK, swiglu.BLOCK = 64, 64, 64
@@ -142,6 +189,9 @@ def interpret() -> None:
     for shape in GATES:
         check_swiglu("cpu", FLOAT32, *shape)
     check_swiglu_nonfinite("cpu", FLOAT32)
+    for shape in ROWS:
+        check_bottleneck("cpu", FLOAT32, *shape)
+    check_bottleneck_nonfinite("cpu", FLOAT32)
     sys.stdout.write(f"{len(SHAPES)} shapes, {len(WEIGHTS)} weights, {len(GATES)} gates\n")
 
 

@@ -19,8 +19,11 @@ from kernel_checks import (
     BF16,
     FLOAT32,
     GATES,
+    ROWS,
     SHAPES,
     WEIGHTS,
+    check_bottleneck,
+    check_bottleneck_nonfinite,
     check_gradient,
     check_nonfinite,
     check_statistics,
@@ -54,7 +57,8 @@ def test_every_entry_compiles_without_spills(arch):
 def test_aligned_rows_move_16_bytes_at_a_time(entry):
     accesses = re.findall(r"\b(?:ld|st)\.global\S*", compile(entry, 90).ptx)
     # target, picked and statistics of a row; clip
-    single = {"statistics": 5, "gradient": 3, "step": 1, "backward": 0}[entry.function.__name__]
+    single = {"statistics": 5, "gradient": 3, "step": 1, "backward": 0,
+              "scale": 2, "epilogue": 1, "epilogue_backward": 2}[entry.function.__name__]
     assert len([a for a in accesses if ".v4.b32" not in a]) == single, accesses
 
 
@@ -65,8 +69,11 @@ def test_names_are_unique_and_traffic_is_what_the_arguments_hold():
         codec = {"x": 1, "wire": 1, "wires": 1, "out": 1}
         passes = {"encode": codec, "decode": codec, "total": codec, "reduce": codec,
                   "statistics": {"logits": 1}, "gradient": {"logits": 2}, "backward": {"gu": 2, "dz": 1},
+                  "scale": {"x": 2, "gain": 1}, "epilogue": {"p": 2, "square": 1},
+                  "epilogue_backward": {"p": 2, "dh": 1, "square": 2},
                   "step": {"param": 2, "grad": 1, "exp_avg": 2, "exp_avg_sq": 2}}[entry.function.__name__]
-        assert entry.traffic == sum(size.get(name, 0) * n for name, n in passes.items()), entry.name
+        rows = 8 * len(entry.inputs("meta")["x"]) if "gain" in size else 0  # the two statistics that scale writes
+        assert entry.traffic == rows + sum(size.get(name, 0) * n for name, n in passes.items()), entry.name
 
 
 def test_what_changes_each_step_compiles_nothing_anew():
@@ -247,6 +254,14 @@ def test_swiglu_on_a_device(poison, dtype, shape):
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_nonfinite_gates_on_a_device(poison, dtype):
     check_swiglu_nonfinite("cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_passes_around_the_bottleneck_on_a_gpu(dtype):
+    for shape in [*ROWS, (64, 3072), (33, 1003)]:
+        check_bottleneck("cuda", dtype, *shape)
+    check_bottleneck_nonfinite("cuda", dtype)
 
 
 @pytest.mark.gpu

@@ -16,6 +16,8 @@ from suite.factor.lowrank import LowRank
 
 
 class CoLA(LowRank):
+    silu = True
+
     def __init__(self, card: Mapping[str, Any], rank: float, kv: str, gate: str):
         super().__init__(card, rank, kv)
         self.plain_gate = gate == "plain"

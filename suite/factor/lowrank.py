@@ -32,6 +32,7 @@ def width_of(rank: float, hidden: int) -> int:
 
 class LowRank:
     crosses = False  # whether a latent goes on to the next layer
+    silu = False  # whether f is SiLU, which a kernel can apply
     plain_gate = False  # whether the gate of a feed-forward layer has no activation of its own
 
     def __init__(self, card: Mapping[str, Any], rank: float, kv: str):

@@ -46,6 +46,7 @@ from torch import Tensor
 
 from suite.comm.meet import meet
 from suite.comm.wire import Wire
+from suite.layout.epilogue import epilogue, scale
 from suite.layout.lowrank import OUT, LowRankLayout
 from suite.layout.megatron import norm_of
 from suite.norms import moments, normalised, scaled, statistics, wide
@@ -160,8 +161,11 @@ class Into:
             if not layout.sync:
                 x = norm_of(card, self.p, at, x)
             return tuple(self._down(x.to(layout.precision.compute), piece) for piece in self.pieces), None
-        exact = statistics(x, card["norm"])
-        x, rms = scaled(x, gain, card["eps"])
+        if bias is None:
+            x, exact, rms = scale(x, gain, card["eps"])
+        else:
+            exact = statistics(x, card["norm"])
+            x, rms = scaled(x, gain, card["eps"])
         ys = [self._down(x.to(layout.precision.compute), piece) for piece in self.pieces]
         if bias is not None:
             exact = torch.cat([exact.flatten(), *self._shifts(gain, bias)])
@@ -178,11 +182,12 @@ class Into:
         return met, total
 
     def after(self, ys, exact):
-        if self.online:
-            ys = self._divided(ys, exact)
+        fused = self.online and self.layout.card["norm"] == "rmsnorm"
+        if self.online and not fused:
+            ys = self._shifted(ys, exact)
         found: dict[str, Tensor] = {}
         for piece, y in zip(self.pieces, ys):
-            found.update(self._maps(piece, y))
+            found.update(self._maps(piece, y, exact if fused else None))
         names = self.layout.into(self.sub)
         if names[0] in found:
             return [self.layout.biased(found[name], self.p, self.sub, name) for name in names]
@@ -197,27 +202,27 @@ class Into:
         dtype = torch.float64
         return [(a.to(dtype) @ v.to(dtype)) for v in (gain, bias) for a in leaves]
 
-    def _divided(self, ys: Sequence[Tensor], exact: Tensor) -> list[Tensor]:
+    def _shifted(self, ys: Sequence[Tensor], exact: Tensor) -> list[Tensor]:
         card, dtype = self.layout.card, wide(ys[0].dtype)
-        if card["norm"] == "rmsnorm":
-            scale = torch.rsqrt(exact / card["hidden"] + card["eps"])
-            return [(y.to(dtype) * scale).to(y.dtype) for y in ys]
         widths = [y.shape[-1] for y in ys]
         sums, *shifts = exact.split([2 * len(ys[0]), *widths, *widths])
-        mean, scale = moments(sums.view(-1, 2), card["hidden"], card["eps"])
-        mean, scale = mean.to(dtype), scale.to(dtype)
+        mean, inverse = (t.to(dtype) for t in moments(sums.view(-1, 2), card["hidden"], card["eps"]))
         pairs = zip(ys, shifts[:len(ys)], shifts[len(ys):])
-        return [((y.to(dtype) - mean * c.to(dtype)) * scale + b.to(dtype)).to(y.dtype) for y, c, b in pairs]
+        return [((y.to(dtype) - mean * c.to(dtype)) * inverse + b.to(dtype)).to(y.dtype) for y, c, b in pairs]
 
-    def _maps(self, piece: Sequence[str], y: Tensor) -> dict[str, Tensor]:
-        """Latents (and dense K and V) of a piece, side by side -> what its maps give."""
+    def _maps(self, piece: Sequence[str], y: Tensor, square: Tensor | None) -> dict[str, Tensor]:
+        """Latents (and dense K and V) of a piece, side by side, still to be divided by the RMS where its `square` is given ->
+        what the maps give."""
         layout, sub = self.layout, self.sub
         low = tuple(name for name in piece if layout.factored(sub, name))
         width = layout.factor.width * len(low)
+        silu = square is not None and layout.factor.silu and len(low) == len(piece)
+        if square is not None:
+            y = epilogue(y, square, layout.card["hidden"], layout.card["eps"], silu)
         latent, dense = y[:, :width], y[:, width:]
         found: dict[str, Tensor] = {}
         if low:
-            h = layout.latent(latent, self.p, sub, low)
+            h = latent if silu else layout.latent(latent, self.p, sub, low)
             h, _ = meet(layout.tp, h, forward="none", backward="all_reduce", site=(self.layer, f"{sub}.{'+'.join(low)}.b"))
             whole = sub == "ffn" and not self.layout.card["bias"]["ffn"]
             ys = layout.maps_of(h, self.p, self.layer, self.noise, sub, low, whole)

@@ -25,6 +25,7 @@ OUT = {"attention": "o", "ffn": "down"}
 
 class LowRankLayout(Megatron):
     recompute_ends = True
+    stacks_dense = True  # whether dense K and V meet where first factors do, and so may share their product
 
     def __init__(self, *, card: Mapping[str, Any], factor: Any, precision: Precision, tp: Wire, recompute: str = "none",
                  grouped: bool = True):
@@ -47,7 +48,7 @@ class LowRankLayout(Megatron):
 
     def downs(self, sub: str) -> list[tuple[str, ...]]:
         """Maps into the core whose first products are one."""
-        names = self.into(sub)
+        names = tuple(name for name in self.into(sub) if self.stacks_dense or self.factored(sub, name))
         return [names] if self.grouped else [(name,) for name in names]
 
     def ups(self, sub: str) -> list[tuple[str, ...]]:
@@ -64,6 +65,7 @@ class LowRankLayout(Megatron):
 
     def groups(self, names: Sequence[str]) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
+        self._places()
         for full in names:
             *path, name, kind = full.split(".")
             if kind == "bias" or len(path) < 3 or name not in INTO[path[-1]]:
@@ -74,6 +76,14 @@ class LowRankLayout(Megatron):
         return found
 
     # products
+
+    def _places(self) -> None:
+        """Finds all products before a block is compiled, which may change nothing outside itself."""
+        for sub in self.linear:
+            for piece in [*self.downs(sub), (OUT[sub],), *((name,) for name in self.into(sub))]:
+                self.place(sub, piece, "a")
+            for piece in [*self.ups(sub), (OUT[sub],), *((name,) for name in self.into(sub) if self.factored(sub, name))]:
+                self.place(sub, piece, "b")
 
     def place(self, sub: str, names: Sequence[str], kind: str) -> tuple[str, Product]:
         """(leaf, where the operands of its product lie) of stacked matrices."""

@@ -36,6 +36,7 @@ from suite.seams import Op, Precision, Spec
 class Pairwise(LowRankLayout):
     heads_ops: tuple[Op, Op] = ("all_reduce", "none")  # of q, k, v
     core_ops: tuple[Op, Op] = ("none", "all_reduce")  # between the core and o
+    stacks_dense = False
     whole_heads = True  # every rank runs the core of all heads
 
     def refuse(self, tokens: int) -> str | None:
@@ -48,9 +49,6 @@ class Pairwise(LowRankLayout):
         if name in ("embed", "head") or kind == "a":
             return Spec(dim=0)
         return Spec(dim=1) if kind == "b" else Spec()
-
-    def downs(self, sub: str) -> list[tuple[str, ...]]:
-        return [names for piece in super().downs(sub) if (names := tuple(n for n in piece if self.factored(sub, n)))]
 
     def attention(self, p: Mapping[str, Tensor], layer: int, noise: Tensor, core: Callable) -> list:
         return self.chain(p, layer, noise, "attention", core, self.heads_ops)

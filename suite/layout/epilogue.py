@@ -1,0 +1,89 @@
+"""The two passes around the bottleneck's product as differentiable operations: kernels.bottleneck on a GPU, its plain-torch
+reference elsewhere and in float64. Opaque to torch.compile, so that both run as they were tested.
+
+    scale      (x / l · gain, s, l)     dx = dy · gain / l + 2 x ds      dgain = Σ_T dy x / l        l is a constant (btp.py)
+    epilogue   f(p / RMS)               of dh: dp and ds (kernels/bottleneck.py); both dh and what follows are replicated
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import bottleneck_reference
+from suite.norms import wide
+
+
+def _chosen(x: Tensor):
+    if x.is_cuda and x.dtype != torch.float64:
+        from kernels import bottleneck
+
+        return bottleneck
+    return bottleneck_reference
+
+
+@torch.library.custom_op("triaxis::bottleneck_scale", mutates_args=())
+def _scale(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    return _chosen(x).scale(x.contiguous(), gain, eps)
+
+
+@_scale.register_fake
+def _(x, gain, eps):
+    row = x.new_empty(len(x), dtype=wide(x.dtype))
+    return x.new_empty(x.shape), row, torch.empty_like(row)
+
+
+def _keep_scale(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0], inputs[1], output[2])
+
+
+def _scale_gradients(ctx, dy, ds, dl):
+    x, gain, rms = ctx.saved_tensors
+    value, dy = x.to(rms.dtype), dy.to(rms.dtype)
+    dx = dy * gain.to(rms.dtype) / rms[:, None] + 2.0 * value * ds[:, None]
+    return dx.to(x.dtype), (dy * value / rms[:, None]).sum(0).to(gain.dtype), None
+
+
+_scale.register_autograd(_scale_gradients, setup_context=_keep_scale)
+
+
+@torch.library.custom_op("triaxis::bottleneck_epilogue", mutates_args=())
+def _epilogue(p: Tensor, square: Tensor, hidden: int, eps: float, silu: bool) -> Tensor:
+    return _chosen(p).epilogue(p.contiguous(), square, hidden, eps, silu)
+
+
+@_epilogue.register_fake
+def _(p, square, hidden, eps, silu):
+    return p.new_empty(p.shape)
+
+
+@torch.library.custom_op("triaxis::bottleneck_epilogue_backward", mutates_args=())
+def _epilogue_backward(p: Tensor, square: Tensor, dh: Tensor, hidden: int, eps: float, silu: bool) -> tuple[Tensor, Tensor]:
+    return _chosen(p).epilogue_backward(p.contiguous(), square, dh.contiguous(), hidden, eps, silu)
+
+
+@_epilogue_backward.register_fake
+def _(p, square, dh, hidden, eps, silu):
+    return p.new_empty(p.shape), p.new_empty(len(p), dtype=wide(p.dtype))
+
+
+def _keep_epilogue(ctx, inputs, output):
+    p, square, *ctx.rest = inputs
+    ctx.save_for_backward(p, square)
+
+
+def _epilogue_gradients(ctx, dh):
+    return *_epilogue_backward(*ctx.saved_tensors, dh, *ctx.rest), None, None, None
+
+
+_epilogue.register_autograd(_epilogue_gradients, setup_context=_keep_epilogue)
+
+
+def scale(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, n], gain [n] -> (x / l · gain [T, n], Σ x² [T, 1], l [T, 1]), the last two float32 or wider; l has no gradient."""
+    y, square, rms = _scale(x, gain, eps)
+    return y, square[:, None], rms.detach()[:, None]
+
+
+def epilogue(p: Tensor, square: Tensor, hidden: int, eps: float, silu: bool) -> Tensor:
+    """p [T, m] and square [T, 1], both summed over ranks -> f(p / sqrt(square / hidden + eps)) [T, m]."""
+    return _epilogue(p, square[:, 0].contiguous(), hidden, eps, silu)

@@ -1,0 +1,76 @@
+"""A low-rank block by itself: against finite differences, its LayerNorm far from zero, and what recomputing keeps."""
+import gc
+
+import pytest
+import torch
+
+from suite.assemble import assemble
+from suite.case import Case
+from suite.mesh import Mesh
+from suite.norms import layer_norm, normalised, statistics
+
+
+def model_of(model: str, factor, layout, precision: str = "float64"):
+    made = assemble(Case(model=model, layout=layout, factor=factor, precision=precision, data={"seq": 8}), Mesh(), 256)
+    return made.model
+
+
+@pytest.mark.parametrize("factor", ["svd", "cola", "lax"])
+@pytest.mark.parametrize("model", ["gpt-tiny", "qwen-tiny"])
+def test_the_truth_against_finite_differences(model, factor):
+    """The directional derivative along every tensor of the second layer, of the model that the layouts are compared with."""
+    decoder = model_of(model, factor, "megatron")
+    generator = torch.Generator().manual_seed(2)
+    ids, targets = (torch.randint(0, 256, (1, 8), generator=generator) for _ in range(2))
+    decoder.loss(ids, targets).backward()
+    for name, leaf in decoder.blocks[1].items():
+        along = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+        slopes = []
+        with torch.no_grad():
+            for h in (1e-5, -1e-5):
+                leaf.add_(along, alpha=h)
+                slopes.append(decoder.loss(ids, targets).item())
+                leaf.add_(along, alpha=-h)
+        measured, exact = (slopes[0] - slopes[1]) / 2e-5, (leaf.grad * along).sum().item()
+        assert measured == pytest.approx(exact, rel=1e-5, abs=1e-9), name
+
+
+def test_layer_norm_of_shards_far_from_zero():
+    """Mean 100 deviations from zero, float32 shards: squares minus the squared mean in float32 would lose four digits."""
+    x = 100.0 + torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
+    gain, bias = torch.linspace(0.5, 2.0, 512), torch.linspace(-1.0, 1.0, 512)
+    sums = sum(statistics(part, "layernorm") for part in x.chunk(4, -1))
+    parts = [normalised(part, sums, 512, 1e-5, g, b)
+             for part, g, b in zip(x.chunk(4, -1), gain.chunk(4), bias.chunk(4))]
+    exact = layer_norm(x.double(), gain.double(), bias.double(), 1e-5)
+    assert (torch.cat(parts, -1).double() - exact).abs().max() < 4e-5  # 100 in float32 is known to 4e-6 deviations
+    square = sum(part.square().sum(-1) for part in x.chunk(4, -1))
+    naive = square / 512 - (sum(part.sum(-1) for part in x.chunk(4, -1)) / 512).square()
+    assert (naive.double() / x.double().var(-1, correction=0) - 1).abs().max() > 1e-4, "the case is not hard"
+
+
+def storages() -> dict[int, tuple[int, torch.Tensor]]:
+    gc.collect()
+    found = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    return {t.untyped_storage().data_ptr(): (t.untyped_storage().nbytes(), t) for t in found}
+
+
+def kept(layout) -> int:
+    """Bytes that one block holds between forward and backward beside its weights, input and output, each storage once: what the
+    graph saves, and what checkpoints hold to start again from."""
+    decoder = model_of("llama-tiny", "cola", layout, "float32")
+    x = torch.randn(64, 128, requires_grad=True)
+    before, saved = storages(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y, _ = decoder.block(decoder.blocks[0], x, decoder.rope, 0, decoder.noise, {})
+    mine = {y.untyped_storage().data_ptr(), *before}
+    return sum(size for at, (size, _) in storages().items() if at not in mine)
+
+
+def test_recomputing_segments_keeps_the_latents_and_the_residual():
+    """boost.md 2.7: 7 r and 2 D elements a token; the input is one D, so that 7 r + D are new."""
+    full, segment = kept("btp"), kept({"name": "btp", "recompute": "segment"})
+    tokens, d, r = 64, 128, 32
+    assert segment == 4 * tokens * (7 * r + d)
+    assert full > 3 * segment
+    assert segment < kept({"name": "pairwise", "recompute": "segment"})
