@@ -63,15 +63,6 @@ def _drawn(key: Tensor, rows: Tensor, groups: Tensor) -> Tensor:
     return pieces.to(torch.float32).add(0.5).mul(2.0**-16).permute(1, 2, 0).reshape(len(rows), -1)
 
 
-def hadamard(key: Tensor, device: torch.device) -> Tensor:
-    """diag(signs) H / 4 [16, 16], H the Sylvester-Hadamard matrix of 16, signs drawn by the key."""
-    h = torch.ones(1, 1, device=device)
-    while len(h) < 16:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    signs = 1.0 - 2.0 * (philox(torch.arange(16, device=device), key)[0] & 1).to(torch.float32)
-    return signs[:, None] * h / 4
-
-
 def e2m1(z: Tensor, u: Tensor | None) -> Tensor:
     """Rounded to 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives; beyond 6 it clips. NaN stays."""
     a = z.abs().clamp(max=6.0)
