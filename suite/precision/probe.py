@@ -49,7 +49,8 @@ class Probe:
         sums += torch.stack([one.to(sums) for one in found])
 
     def after_step(self, step: int, weights: Any) -> None:
-        """Keeps no schedule: `at` is the step that it is shown."""
+        if step == self.at:
+            self.at = -1  # what follows is validation
 
     def buffers(self) -> Mapping[str, Tensor]:
         return {}

@@ -65,7 +65,8 @@ class Recipe:
         self.tail, self.shared, self.fixed = tail, shared, fixed
         self.layers: int | None = None
         self.listeners: list[Any] = []  # input(call, x): sees the inputs of training forwards
-        self.watchers: list[Any] = []  # operand(call, number, operand, x, given): sees what every quantiser gave, in step `at` or always
+        # operand(call, number, operand, x, given): sees what every quantiser gave, in step `at` or always
+        self.watchers: list[Any] = []
         self.id = next(i for i in range(len(_recipes) + 1) if i not in _recipes)
         _recipes[self.id] = self
 
