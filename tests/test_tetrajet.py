@@ -6,7 +6,9 @@ import torch
 from scipy import stats
 from tetrajet_checks import free, given, noise, product, recipe, whole
 
+from kernels.nvfp4_reference import slab_product
 from kernels.reference import nvfp4_quantize
+from suite.precision.level import product as product_at
 from suite.precision.linear import STACK, _backward
 from suite.precision.operand import Operand, Place, fused, in_pieces, quantise
 
@@ -177,7 +179,9 @@ def test_the_kernels_formats_are_these(operand, columns, kept):
     there = fused(x, operand, kept, key, signs, place, lambda amax: amax, nvfp4_quantize, lambda q, dtype: q.dequantize(dtype))
     assert torch.equal(here.values, there.values)
     if kept == torch.float32:
-        assert torch.equal(here.inner, there.inner) and torch.equal(here.outer, there.outer)
+        assert torch.equal(here.inner, there.packed.values())
+        y = product_at("slab", here, here, torch.float32)
+        assert torch.equal(y, slab_product(there.packed, there.packed, torch.float32))
 
 
 @pytest.mark.parametrize("name", ["tetrajet", "nvfp4"])

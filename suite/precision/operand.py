@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.nvfp4_reference import rotate
+from kernels.nvfp4_reference import Quantized, rotate
 from suite.precision import blocks
 from suite.precision.blocks import Segment
 
@@ -48,7 +48,8 @@ class Place:
 class Given:
     """values [r, k]: dequantised, in the dtype of the product; of e4m3 and e5m2 the codes in their own dtype, with a scale a row.
     codes, scales: of every element, float32 [r, k]; before: what was rounded, rotated where it is. These only where asked for.
-    inner [r, K], outer [r, K / 128]: codes times inner scales, and outer scales, K whole blocks (nvfp4)."""
+    inner [r, K], outer [r, K / 128]: codes times inner scales, and outer scales, K whole blocks (nvfp4); packed: the same as the
+    kernels hold it."""
 
     values: Tensor
     codes: Tensor | None = None
@@ -56,6 +57,7 @@ class Given:
     before: Tensor | None = None
     inner: Tensor | None = None
     outer: Tensor | None = None
+    packed: Quantized | None = None
 
     @property
     def by_rows(self) -> bool:
@@ -132,16 +134,15 @@ def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: int | None, signs
         given["peak"] = most(turned.abs().amax())
     whole = [(0, x.shape[1], 0)], [(0, len(x), 0)]
     columns, rows = whole if key is None else (place.columns, place.rows)
-    values, inner, outer = [], [], []
-    for row, r, first in rows:
-        found = [quantize(x[row:row + r, at:at + n], origin=(first, start), **given) for at, n, start in columns]
-        values.append(_beside([dequantize(q, kept) for q in found]))
-        if kept == torch.float32:  # what a product by slabs reads
-            inner.append(_beside([q.values() for q in found]))
-            outer.append(_beside([q.outer.expand(r, q.codes.shape[1] // 64) for q in found]))
-    if not inner:
-        return Given(torch.cat(values) if len(values) > 1 else values[0])
-    return Given(torch.cat(values), inner=torch.cat(inner), outer=torch.cat(outer))
+    found = [[quantize(x[row:row + r, at:at + n], origin=(first, start), **given) for at, n, start in columns]
+             for row, r, first in rows]
+    values = torch.cat([_beside([dequantize(q, kept) for q in line]) for line in found])
+    if kept != torch.float32:
+        return Given(values)
+    codes, inner, outer = (torch.cat([_beside([getattr(q, name) for q in line]) for line in found])
+                           for name in ("codes", "inner", "outer"))
+    outer = outer if operand.outer == 128 else outer[:1, :1]
+    return Given(values, packed=Quantized(codes, inner, outer, values.shape[1]))
 
 
 def in_pieces(place: Place | None, key: int | None) -> bool:

@@ -86,7 +86,7 @@ class Recipe:
     @property
     def kept(self) -> torch.dtype:
         """What a dequantised operand is kept in: exact where the level's products are."""
-        return torch.float32 if self.level == "slab" else self.compute
+        return self.compute if self.level == "emulated" else torch.float32
 
     def timing(self, device: torch.device) -> str:
         """The kind of a step's time: `emulated` unless the products ran in the numbers they stand for."""
