@@ -11,7 +11,7 @@ x [r, k] float32 is cut along k, the contraction; k is a whole number of blocks 
 
 m is 1, or 16/17 where no code may clip: E4M3 rounds at most 1/17 down, and below 2^-6, where it is subnormal, s is rounded up
 instead. Codes go to nearest, ties to the even code, or by u in [0, 1): up with the probability of the distance from below. A NaN
-or Inf makes its whole outer block NaN (its row, where that is the block). Sources: section 1.3 of the paper's release, its grid
+or Inf makes its whole outer block NaN (its row, where that is the block). Sources: arXiv 2510.27527 and its release, grid
 and ties; TetraJet v1 (arXiv 2502.20853) for mxfp4.
 """
 from __future__ import annotations
