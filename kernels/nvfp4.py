@@ -226,7 +226,7 @@ def _quantized(x: Any, shape: Any, device: torch.device, margin: float, outer: i
     if outer == "tensor":
         held = torch.zeros(1, dtype=torch.int32, device=device)
         if peak is not None:
-            held = peak.to(torch.float32).reshape(1).view(torch.int32)
+            held = peak.to(torch.float32).reshape(1).view(torch.int32) & 0x7FFFFFFF
         over.fill_(1.0)
     if rows and columns:
         options = {"margin": margin, "block": block, "noise": noise, "signs": signs, "origin": origin, "peak": held}

@@ -6,8 +6,11 @@ import torch
 from scipy import stats
 from tetrajet_checks import free, given, noise, product, recipe, whole
 
-from suite.precision.linear import _backward
-from suite.precision.operand import Operand
+from kernels.nvfp4_reference import slab_product
+from kernels.reference import nvfp4_quantize
+from suite.precision.level import product as product_at
+from suite.precision.linear import STACK, _backward
+from suite.precision.operand import Operand, Place, fused, in_pieces, quantise
 
 MEMBERS = ("q", "k", "v")
 
@@ -154,6 +157,41 @@ def test_shards_that_are_no_whole_blocks_are_padded_and_draw_different_noise():
         halves.append(found)
     assert torch.equal(halves[0][2], halves[1][2])
     assert all(not torch.equal(halves[0][n], halves[1][n]) for n in (3, 4, 5))
+
+
+# kernels
+
+
+@pytest.mark.parametrize("operand", [
+    Operand("nvfp4"), Operand("nvfp4", block=16), Operand("nvfp4", "stochastic", True, True),
+    Operand("nvfp4", "stochastic", True, False, "tensor"), Operand("nvfp4", hadamard=True, outer="tensor"),
+])
+@pytest.mark.parametrize("columns", [[(0, 200, 64)], [(0, 128, 0), (128, 128, STACK), (256, 40, 2 * STACK)]])
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
+def test_the_kernels_formats_are_these(operand, columns, kept):
+    """What a GPU runs, by the kernels' own reference: values, and what a product by slabs reads, bit for bit."""
+    rows = [(0, 40, 8), (40, 24, STACK)]
+    x = torch.randn(64, sum(n for _, n, _ in columns), generator=torch.Generator().manual_seed(0)).mul(3).exp().sub(2).bfloat16()
+    key, signs = 2**63 + 5 if operand.rounding == "stochastic" else None, 77 if operand.hadamard else None
+    place = Place(rows, columns)
+    assert in_pieces(place, key)
+    here = quantise(x, operand, kept, key=key, signs=signs, place=place)
+    there = fused(x, operand, kept, key, signs, place, lambda amax: amax, nvfp4_quantize, lambda q, dtype: q.dequantize(dtype))
+    assert torch.equal(here.values, there.values)
+    if kept == torch.float32:
+        assert torch.equal(here.inner, there.packed.values())
+        y = product_at("slab", here, here, torch.float32)
+        assert torch.equal(y, slab_product(there.packed, there.packed, torch.float32))
+
+
+@pytest.mark.parametrize("name", ["tetrajet", "nvfp4"])
+def test_slabs_and_dense_products_agree(name):
+    """Level slab is exact in its operands, level emulated rounds them to bfloat16."""
+    x, w, dy = whole(200, 384, 256, torch.bfloat16)
+    dense, slabs = (given(recipe(name, level=level), x, w, dy, free(384, 256))[:3] for level in ("emulated", "slab"))
+    # the gradients' operands are requantised from values that differ by that rounding, and some draw the next code
+    for a, b, limit in zip(dense, slabs, (0.005, 0.1, 0.1)):
+        assert a.dtype == b.dtype and 0 < relative(a, b) < limit
 
 
 # options

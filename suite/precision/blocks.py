@@ -11,7 +11,7 @@ x [r, k] float32 is cut along k, the contraction; k is a whole number of blocks 
 
 m is 1, or 16/17 where no code may clip: E4M3 rounds at most 1/17 down, and below 2^-6, where it is subnormal, s is rounded up
 instead. Codes go to nearest, ties to the even code, or by u in [0, 1): up with the probability of the distance from below. A NaN
-or Inf makes its whole outer block NaN (its row, where that is the block). Sources: section 1.3 of the paper's release, its grid
+or Inf makes its whole outer block NaN (its row, where that is the block). Sources: arXiv 2510.27527 and its release, grid
 and ties; TetraJet v1 (arXiv 2502.20853) for mxfp4.
 """
 from __future__ import annotations
@@ -61,15 +61,6 @@ def _drawn(key: Tensor, rows: Tensor, groups: Tensor) -> Tensor:
     words = philox(((rows[:, None] << 32) + groups).reshape(-1), key)
     pieces = torch.stack([words & 0xFFFF, words >> 16]).reshape(LANES, len(rows), len(groups))
     return pieces.to(torch.float32).add(0.5).mul(2.0**-16).permute(1, 2, 0).reshape(len(rows), -1)
-
-
-def hadamard(key: Tensor, device: torch.device) -> Tensor:
-    """diag(signs) H / 4 [16, 16], H the Sylvester-Hadamard matrix of 16, signs drawn by the key."""
-    h = torch.ones(1, 1, device=device)
-    while len(h) < 16:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    signs = 1.0 - 2.0 * (philox(torch.arange(16, device=device), key)[0] & 1).to(torch.float32)
-    return signs[:, None] * h / 4
 
 
 def e2m1(z: Tensor, u: Tensor | None) -> Tensor:

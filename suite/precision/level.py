@@ -11,6 +11,8 @@ cores where there are any (sm_89 and later); elsewhere their codes are multiplie
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,10 +30,12 @@ def refuse(name: str, level: str, device: torch.device) -> None:
     if level not in LEVELS:
         raise CaseFailed(f"precision {name}: level {level!r}: expected one of {', '.join(LEVELS)}")
     if level == "native":
-        major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-        here = f"a {device.type}" if not major else torch.cuda.get_device_name(device)
-        why = "which this suite does not drive yet" if major >= 10 else f"not {here}"
-        raise CaseFailed(f"precision {name}: level native needs FP4 tensor cores (sm_100, sm_120), {why}")
+        from kernels.nvfp4_product import NATIVE
+
+        major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        if 10 * major + minor not in NATIVE:
+            here = f"sm_{10 * major + minor}" if major else f"a {device.type}"
+            raise CaseFailed(f"precision {name}: level native needs FP4 tensor cores (sm_100, sm_120), this is {here}")
 
 
 def real(level: str, format: str, device: torch.device) -> bool:
@@ -45,21 +49,35 @@ def product(level: str, a: Given, b: Given, dtype: torch.dtype, beside: tuple[Gi
     """a [m, k] · b [n, k]ᵀ -> [m, n] of `dtype`. beside: a second pair whose product is added before rounding."""
     if a.by_rows:
         return _by_rows(a, b, dtype)
-    if level == "slab":
-        y = _slabs(a, b)
+    if level != "emulated":
+        y = _slabs(a, b) if a.packed is None or b.packed is None else _by_kernel(level, a, b)
         return (y if beside is None else y + beside[0].values @ beside[1].values.t()).to(dtype)
     if beside is not None:
         return torch.cat([beside[0].values, a.values], 1) @ torch.cat([beside[1].values, b.values], 1).t()
     return (a.values @ b.values.t()).to(dtype)
 
 
+def _by_kernel(level: str, a: Given, b: Given) -> Tensor:
+    from kernels import nvfp4_product
+
+    return {"slab": nvfp4_product.slab, "native": nvfp4_product.native}[level](a.packed, b.packed, torch.float32)
+
+
 def _slabs(a: Given, b: Given) -> Tensor:
     """Σ over slabs of 128: (codes · inner of a) (those of b)ᵀ in float32, times outer scale of the row times that of the column."""
+    a, b = _unpacked(a), _unpacked(b)
     y = torch.zeros(len(a.inner), len(b.inner), device=a.inner.device)
     for slab in range(a.outer.shape[1]):
         part = slice(slab * SLAB, (slab + 1) * SLAB)
         y += (a.inner[:, part] @ b.inner[:, part].t()) * a.outer[:, slab, None] * b.outer[:, slab]
     return y
+
+
+def _unpacked(given: Given) -> Given:
+    q = given.packed
+    if q is None:
+        return given
+    return replace(given, inner=q.values(), outer=q.outer.expand(len(q.codes), q.codes.shape[1] * 2 // SLAB))
 
 
 def _by_rows(a: Given, b: Given, dtype: torch.dtype) -> Tensor:

@@ -103,9 +103,10 @@ class Call:
         which = {4: 3, 6: 5}.get(number, number) if self.recipe.shared else number
         way = self.signs("dx" if number in (3, 4) else "dw") if operand.hadamard else None
         key = self.key(which) if operand.rounding == "stochastic" else None
+        watchers = [one for one in self.recipe.watchers if getattr(one, "at", None) in (None, self.wire.key.step)]
         given = quantise(x, operand, self.recipe.kept, key=key, signs=way, place=Place(rows, columns), most=self.most,
-                         whole=bool(self.recipe.watchers))
-        for watcher in self.recipe.watchers:
+                         whole=bool(watchers))
+        for watcher in watchers:
             watcher.operand(self, number, operand, x, given)
         return given
 

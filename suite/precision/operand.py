@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.nvfp4_reference import Quantized, rotate
 from suite.precision import blocks
 from suite.precision.blocks import Segment
 
@@ -47,7 +48,8 @@ class Place:
 class Given:
     """values [r, k]: dequantised, in the dtype of the product; of e4m3 and e5m2 the codes in their own dtype, with a scale a row.
     codes, scales: of every element, float32 [r, k]; before: what was rounded, rotated where it is. These only where asked for.
-    inner [r, K], outer [r, K / 128]: codes times inner scales, and outer scales, K whole blocks (nvfp4)."""
+    inner [r, K], outer [r, K / 128]: codes times inner scales, and outer scales, K whole blocks (nvfp4); packed: the same as the
+    kernels hold it."""
 
     values: Tensor
     codes: Tensor | None = None
@@ -55,6 +57,7 @@ class Given:
     before: Tensor | None = None
     inner: Tensor | None = None
     outer: Tensor | None = None
+    packed: Quantized | None = None
 
     @property
     def by_rows(self) -> bool:
@@ -91,11 +94,13 @@ def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: int | None 
         x = F.pad(x, (0, -x.shape[1] % 16))  # as FP8 tensor cores want it
         found = _on(x.device, blocks.rows, x.to(torch.float32), operand.format)
         return Given(found.values, None, found.scale, x)
+    if x.is_cuda and operand.format == "nvfp4" and not whole and in_pieces(place, key):
+        return fused(x, operand, kept, key, signs, place, most)
     k = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
     padded = k + -k % BLOCK[operand.format]
     x = F.pad(x.to(torch.float32), (0, padded - x.shape[1])).contiguous()
     if operand.hadamard:
-        x = (x.view(-1, 16) @ blocks.hadamard(_key(signs), x.device)).view(x.shape)
+        x = rotate(x, signs)
     u = None if key is None else _on(x.device, blocks.uniform, _key(key), place.rows, place.columns, padded, x.device)
     if operand.format == "nvfp4":
         if operand.outer == 128:
@@ -115,6 +120,41 @@ def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: int | None 
         codes, scales = (t.expand(found.codes.shape).reshape(x.shape)[:, :k] for t in (found.codes, found.scale))
         given = replace(given, codes=codes, scales=scales, before=x[:, :k])
     return given
+
+
+def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: int | None, signs: int | None, place: Place | None,
+          most: Callable[[Tensor], Tensor], quantize: Callable | None = None, dequantize: Callable | None = None) -> Given:
+    """The same by the kernels of NVFP4, one call a rectangle that lies in one piece in the unsharded tensor: bit for bit."""
+    if quantize is None:
+        from kernels.nvfp4 import dequantize, quantize
+    given = {"rounding": operand.rounding, "margin": 16.0 / 17.0 if operand.margin else 1.0, "outer": operand.outer,
+             "block": operand.block, "noise": key, "signs": signs}
+    if operand.outer != 128:
+        turned = x.to(torch.float32) if signs is None else rotate(F.pad(x.to(torch.float32), (0, -x.shape[1] % 16)), signs)
+        given["peak"] = most(turned.abs().amax())
+    whole = [(0, x.shape[1], 0)], [(0, len(x), 0)]
+    columns, rows = whole if key is None else (place.columns, place.rows)
+    found = [[quantize(x[row:row + r, at:at + n], origin=(first, start), **given) for at, n, start in columns]
+             for row, r, first in rows]
+    values = torch.cat([_beside([dequantize(q, kept) for q in line]) for line in found])
+    if kept != torch.float32:
+        return Given(values)
+    codes, inner, outer = (torch.cat([_beside([getattr(q, name) for q in line]) for line in found])
+                           for name in ("codes", "inner", "outer"))
+    outer = outer if operand.outer == 128 else outer[:1, :1]
+    return Given(values, packed=Quantized(codes, inner, outer, values.shape[1]))
+
+
+def in_pieces(place: Place | None, key: int | None) -> bool:
+    """Whether each piece of the columns is whole blocks, so that pieces can be quantised apart."""
+    if key is None:
+        return True
+    *before, (_, _, last) = place.columns
+    return last % 8 == 0 and all(n % 128 == 0 == start % 8 for _, n, start in before)
+
+
+def _beside(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
 
 
 def _key(number: int) -> Tensor:

@@ -37,7 +37,7 @@ class Probe:
             self.recipe.watchers.append(self)
 
     def operand(self, call: Any, number: int, operand: Any, x: Tensor, given: Any) -> None:
-        if call.wire.key.step != self.at or operand != self.recipe.six[number]:
+        if operand != self.recipe.six[number]:
             return
         sums = self.sums.setdefault(number, torch.zeros(len(SUMS), dtype=torch.float64, device=x.device))
         y = given.dense().to(torch.float32)
@@ -50,7 +50,7 @@ class Probe:
 
     def after_step(self, step: int, weights: Any) -> None:
         if step == self.at:
-            self.recipe.watchers.remove(self)
+            self.at = -1  # what follows is validation
 
     def buffers(self) -> Mapping[str, Tensor]:
         return {}

@@ -65,7 +65,8 @@ class Recipe:
         self.tail, self.shared, self.fixed = tail, shared, fixed
         self.layers: int | None = None
         self.listeners: list[Any] = []  # input(call, x): sees the inputs of training forwards
-        self.watchers: list[Any] = []  # operand(call, number, operand, x, given): sees what every quantiser gave
+        # operand(call, number, operand, x, given): sees what every quantiser gave, in step `at` or always
+        self.watchers: list[Any] = []
         self.id = next(i for i in range(len(_recipes) + 1) if i not in _recipes)
         _recipes[self.id] = self
 
@@ -85,7 +86,7 @@ class Recipe:
     @property
     def kept(self) -> torch.dtype:
         """What a dequantised operand is kept in: exact where the level's products are."""
-        return torch.float32 if self.level == "slab" else self.compute
+        return self.compute if self.level == "emulated" else torch.float32
 
     def timing(self, device: torch.device) -> str:
         """The kind of a step's time: `emulated` unless the products ran in the numbers they stand for."""

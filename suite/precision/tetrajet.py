@@ -19,7 +19,7 @@ Evaluation runs the quantised forward.
 Two parts: OutControl (`out*`, suite/precision/outcontrol.py) keeps the loudest input channels in FP8, OsciReset (`osci*`,
 suite/precision/oscireset.py) sets weights that swing between codes back onto their code. `out: 0, osci: 0` is TetraJet-v2-base.
 
-Ablations (paper's table 8 and section 3 of the release's differences): `weight: 16x16`; `aligned: weight` leaves X̂ out of dW;
+Ablations (the paper's table 8, and where its release departs from it): `weight: 16x16`; `aligned: weight` leaves X̂ out of dW;
 `hadamard: dw` leaves dX unrotated; `rounding`, `margin`, `noise`, `outer`.
 """
 from __future__ import annotations
