@@ -31,4 +31,8 @@ def test_kernel(entry, benchmark, request):
             return bench.seconds(1)
 
         benchmark.extra_info["device_seconds"] = [sample() for _ in range(SAMPLES)]
-    benchmark.pedantic(bench.call, setup=lambda: junk.zero_() and None, rounds=SAMPLES, warmup_rounds=1)
+
+    def flush() -> None:
+        junk.zero_()
+
+    benchmark.pedantic(bench.call, setup=flush, rounds=SAMPLES, warmup_rounds=1)

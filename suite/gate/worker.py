@@ -41,11 +41,12 @@ def print_of(function: Callable, given: dict[str, Any]) -> tuple[list[Any], str 
     """(what the call made or changed, or a fault)."""
     import torch
 
-    before = {name: x.clone() for name, x in given.items() if isinstance(x, torch.Tensor)}
-    result = function(**given)
-    made = [*leaves(result), *(x for name, x in given.items() if name in before and not torch.equal(
-        x.contiguous().view(torch.uint8).flatten(), before[name].contiguous().view(torch.uint8).flatten()))] \
-        if not all(x.dim() == 0 for x in before.values()) else list(leaves(result))
+    def bits(x: Any) -> Any:
+        return x.contiguous().flatten().view(torch.uint8)
+
+    before = {name: bits(x).clone() for name, x in given.items() if isinstance(x, torch.Tensor)}
+    made = list(leaves(function(**given)))
+    made += [given[name] for name, old in before.items() if not torch.equal(bits(given[name]), old)]
     if not made or not any(x.count_nonzero() for x in made):
         return made, "writes nothing but zeros"
     if any(x.is_floating_point() and x.isnan().any() for x in made if x.dtype.itemsize > 1):
