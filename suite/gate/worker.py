@@ -67,6 +67,7 @@ class Bench:
                  reference: Callable | None = None) -> None:
         self.function, self.inputs, self.device, self.reference = function, inputs, device, reference
         self.given: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
         self.graph: Any = None
 
     def check(self) -> str | None:
@@ -86,7 +87,7 @@ class Bench:
             for got, exact in zip(first, want):
                 if (got.double() - exact.double()).norm() > 0.05 * exact.double().norm():
                     return "differs from its reference"
-        self.given = self.inputs(self.device, 0)
+        self.given, self.kept = self.inputs(self.device, 0), self.inputs(self.device, 0)
         if self.device == "cuda":
             torch.cuda.synchronize()
             begun = time.perf_counter()
@@ -111,6 +112,12 @@ class Bench:
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3
+
+    def restore(self) -> None:
+        """Gives what works in place the same values at the start of every run, on both sides."""
+        for name, x in self.kept.items():
+            if hasattr(x, "copy_"):
+                self.given[name].copy_(x)
 
     def seconds(self, loops: int) -> float:
         if self.device == "cuda":
@@ -162,6 +169,7 @@ def serve(device: str, largest: int) -> None:
         bench = known[ask["kernel"]]
         try:
             if ask["loops"]:
+                bench.restore()
                 junk.zero_()
                 answer: dict[str, Any] = {"seconds": bench.seconds(ask["loops"])}
             else:
