@@ -16,6 +16,7 @@ import typer
 
 from suite import plan as planning
 from suite import record, workload
+from suite.gate.command import register as gates
 from suite.rendezvous import Rendezvous
 
 app = typer.Typer(
@@ -331,6 +332,8 @@ def check(
         raise typer.Exit(1)
     record.publish(stamp, json.dumps({"cases": len(rows)}) + "\n")
 
+
+app.add_typer(gates(one_line), name="gate")
 
 if __name__ == "__main__":
     sys.exit(app())

@@ -21,3 +21,20 @@ def one_thread():
 def ranks_end():
     yield
     close_ranks()
+
+
+def pytest_benchmark_update_machine_info(config, machine_info):
+    """What a time depends on; `triaxis gate compare` refuses to compare other hardware."""
+    from suite.machine import Machine
+    from suite.measure.provenance import cpu_name, versions
+
+    machine = Machine.here()
+    machine_info.pop("node", None)
+    clocks = None
+    if machine.gpus:
+        import pynvml
+
+        pynvml.nvmlInit()
+        clocks = pynvml.nvmlDeviceGetMaxClockInfo(pynvml.nvmlDeviceGetHandleByIndex(0), pynvml.NVML_CLOCK_SM)
+    machine_info |= {"processor": cpu_name(), "gpu": [gpu.name for gpu in machine.gpus], "gpu_clocks": clocks,
+                     "driver": machine.driver, **versions()}

@@ -1,0 +1,197 @@
+"""Paired A/B timing of two revisions on one machine: interleaved, until the answer is known or LAST pairs are spent.
+
+A pair: RUNS runs of each side in turn, base and head changing who goes first; a sample is the smaller time of each side's runs,
+the ratio head / base. The interval of the median ratio is distribution-free (order statistics, exact by the binomial),
+of level 1 - 0.01 / kernels. Above 1 + tolerance: measured once more in fresh processes, since where a process
+lies in memory is a bias that no number of pairs removes; an alarm needs both. Below: ok. Neither after LAST pairs: no verdict.
+
+The base lies in a worktree of its own in a temporary folder, with caches of its own; it goes away however the run ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from suite.gate.finding import FAULT, FINE, MISSING, NEW, UNSURE, WORSE, Finding
+
+TOLERANCE = {"cpu": 0.05, "cuda": 0.02}
+RUNS, FIRST, LAST, STEP = 5, 7, 63, 4
+LARGEST = 4 << 20  # bytes a call moves, up to which a reference is timed on a CPU
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def interval(ratios: Sequence[float], level: float) -> tuple[float, float]:
+    """Of the median, by order statistics; (-inf, inf) where so few cannot give the level. Raises ValueError for NaN."""
+    from scipy.stats import binom
+
+    if not all(math.isfinite(r) and r > 0 for r in ratios):
+        raise ValueError("a time is no positive number")
+    n = len(ratios)
+    k = int(binom.ppf((1 - level) / 2, n, 0.5))
+    while k and binom.cdf(k - 1, n, 0.5) > (1 - level) / 2:
+        k -= 1
+    if k == 0:
+        return -math.inf, math.inf
+    ordered = sorted(ratios)
+    return ordered[k - 1], ordered[n - k]
+
+
+def decide(pair: Callable[[int], float], tolerance: float, level: float) -> tuple[str, list[float]]:
+    """(verdict, ratios): adds pairs from FIRST up to LAST until the interval lies on one side of 1 + tolerance."""
+    ratios: list[float] = []
+    while len(ratios) < LAST:
+        for _ in range(FIRST if not ratios else STEP):
+            ratios.append(pair(len(ratios)))
+        low, high = interval(ratios, level)
+        if low > 1 + tolerance:
+            return WORSE, ratios
+        if high < 1 + tolerance:
+            return FINE, ratios
+    return UNSURE, ratios
+
+
+class Worker:
+    """A revision's process. `ask` raises RuntimeError where it died."""
+
+    def __init__(self, tree: Path, device: str, largest: int, cache: Path) -> None:
+        environ = {**os.environ, "PYTHONPATH": str(tree), "TRITON_CACHE_DIR": str(cache), "PYTHONHASHSEED": "0",
+                   "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
+        self.process = subprocess.Popen([sys.executable, str(WORKER), device, str(largest)], cwd=tree, env=environ, text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.tree = tree
+
+    def read(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the harness died in {self.tree.name}, exit status {self.process.wait()}")
+        return json.loads(line)
+
+    def ask(self, kernel: str, loops: int) -> dict[str, Any]:
+        self.process.stdin.write(json.dumps({"kernel": kernel, "loops": loops}) + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@contextlib.contextmanager
+def pair_of(base: Path, head: Path, device: str, largest: int, caches: Path) -> Iterator[list[Worker]]:
+    workers: list[Worker] = []
+    try:
+        for tree, name in ((base, "base"), (head, "head")):
+            workers.append(Worker(tree, device, largest, caches / name))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def one(workers: Sequence[Worker], kernel: str, tolerance: float, level: float) -> tuple[Finding, bool]:
+    """(finding, whether it is an alarm to be confirmed)."""
+    ready = [worker.ask(kernel, 0) for worker in workers]
+    for side, answer in zip(("base", "head"), ready):
+        if "fault" in answer:
+            return Finding(kernel, FAULT if side == "head" else NEW, f"{side}: {answer['fault']}"), False
+    loops = ready[0]["loops"]
+    seconds: list[float] = []
+
+    def run(side: int) -> float:
+        answer = workers[side].ask(kernel, loops)
+        if "fault" in answer:
+            raise ValueError(answer["fault"])
+        return answer["seconds"]
+
+    def pair(index: int) -> float:
+        best = [math.inf, math.inf]
+        for turn in range(RUNS):
+            for side in (0, 1) if (index + turn) % 2 else (1, 0):
+                best[side] = min(best[side], run(side))
+        seconds.append(best[0])
+        return best[1] / best[0] if best[0] > 0 else math.nan
+
+    try:
+        verdict, ratios = decide(pair, tolerance, level)
+    except ValueError as error:
+        return Finding(kernel, FAULT, str(error)), False
+    low, high = interval(ratios, level)
+    text = f"{median(ratios):.3f} times the base's {median(seconds) * 1e6:.1f} us [{low:.3f}, {high:.3f}], n={len(ratios)}"
+    return Finding(kernel, verdict, text), verdict == WORSE
+
+
+def timed(base: Path, head: Path, device: str, only: str = "", largest: int = LARGEST,
+          tolerances: Mapping[str, float] | None = None) -> list[Finding]:
+    """Findings of every kernel of two trees whose name holds `only`."""
+    def tolerance(name: str) -> float:
+        return (tolerances or {}).get(name, TOLERANCE[device])
+
+    found, alarms = {}, []
+    with tempfile.TemporaryDirectory(prefix="triaxis-gate-") as caches:
+        with pair_of(base, head, device, largest, Path(caches)) as workers:
+            old, new = ([name for name in worker.read()["kernels"] if only in name] for worker in workers)
+            found |= {name: Finding(name, MISSING, "deleted or renamed") for name in old if name not in new}
+            found |= {name: Finding(name, NEW, "the base does not have it") for name in new if name not in old}
+            both = [name for name in old if name in new]
+            if not old:
+                raise ValueError(f"the base has no kernel to time{f' named {only}' if only else ''}")
+            level = 1 - 0.01 / max(len(both), 1)
+            for name in both:
+                found[name], alarm = one(workers, name, tolerance(name), level)
+                alarms += [name] if alarm else []
+        if alarms:
+            with pair_of(base, head, device, largest, Path(caches)) as workers:
+                for worker in workers:
+                    worker.read()
+                for name in alarms:
+                    again, _ = one(workers, name, tolerance(name), level)
+                    verdict = UNSURE if again.verdict == FINE else again.verdict
+                    found[name] = Finding(name, verdict, f"{found[name].text}; again {again.text}")
+    return list(found.values())
+
+
+def git(*arguments: str, cwd: Path) -> str:
+    done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"git {arguments[0]}: {' '.join(done.stderr.split())}")
+    return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def worktree(repository: Path, revision: str) -> Iterator[Path]:
+    """A checkout of the revision elsewhere; gone afterwards, after SIGTERM and Ctrl-C too."""
+    commit = git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}", cwd=repository)
+    folder = Path(tempfile.mkdtemp(prefix="triaxis-gate-"))
+    before = signal.getsignal(signal.SIGTERM)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        git("worktree", "add", "--quiet", "--detach", str(folder / "tree"), commit, cwd=repository)
+        yield folder / "tree"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        shutil.rmtree(folder, ignore_errors=True)
+        git("worktree", "prune", cwd=repository)
+
+
+def gate(repository: Path, base: str, head: str | None, device: str, only: str = "", largest: int = LARGEST,
+         tolerances: Mapping[str, float] | None = None) -> list[Finding]:
+    """head None: the working tree as it is, which is only read."""
+    with contextlib.ExitStack() as stack:
+        trees = [stack.enter_context(worktree(repository, name)) for name in ([base] if head is None else [base, head])]
+        return timed(trees[0], trees[1] if head is not None else repository, device, only, largest, tolerances)

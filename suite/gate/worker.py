@@ -1,0 +1,186 @@
+"""Times the kernels of the revision that it is started in, a run at a time, as asked by lines of JSON.
+
+    python worker.py DEVICE LARGEST     in the folder of a revision: that one's kernels, this file's harness, for both revisions
+    -> {"kernels": [...]}               then, for each {"kernel", "loops"} on standard input, {"seconds"} or {"fault"}
+
+On a CPU: `reference:NAME` is the plain-torch reference where a call moves at most LARGEST bytes, `host:NAME` what building the
+launch costs. On a GPU: `NAME`, device time by events, and by graph replay below SHORT. The cache is flushed before each run.
+`loops` 0 checks and warms up: results that are zeros, not finite, or the same for other inputs are faults; on a GPU also what
+differs from the reference, and device time that does not cover the call (another stream, a sleep). Imports nothing of suite.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+SHORT = 20e-6  # seconds of device time below which a launch shows
+FLUSH = {"cpu": 8 << 20, "cuda": 256 << 20}  # bytes; on a CPU a core's own caches
+TARGET = 1e-3  # seconds that a run on the CPU takes at least
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    from torch import Tensor
+
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from leaves(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from leaves(value)
+
+
+def print_of(function: Callable, given: dict[str, Any]) -> tuple[list[Any], str | None]:
+    """(what the call made or changed, or a fault)."""
+    import torch
+
+    def bits(x: Any) -> Any:
+        return x.contiguous().flatten().view(torch.uint8)
+
+    before = {name: bits(x).clone() for name, x in given.items() if isinstance(x, torch.Tensor)}
+    made = list(leaves(function(**given)))
+    made += [given[name] for name, old in before.items() if not torch.equal(bits(given[name]), old)]
+    if not made or not any(x.count_nonzero() for x in made):
+        return made, "writes nothing but zeros"
+    if any(x.is_floating_point() and x.isnan().any() for x in made if x.dtype.itemsize > 1):
+        return made, "writes NaN"
+    return made, None
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    import torch
+
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+class Bench:
+    """One thing to time: `call()` once; `check()` gives a fault or None."""
+
+    def __init__(self, function: Callable, inputs: Callable[[str, int], dict[str, Any]], device: str,
+                 reference: Callable | None = None) -> None:
+        self.function, self.inputs, self.device, self.reference = function, inputs, device, reference
+        self.given: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
+        self.graph: Any = None
+
+    def check(self) -> str | None:
+        import torch
+
+        first, fault = print_of(self.function, self.inputs(self.device, 0))
+        if fault:
+            return fault
+        first = [x.clone() for x in first]
+        second, fault = print_of(self.function, self.inputs(self.device, 1))
+        if fault or same(first, second):
+            return fault or "gives the same result for other inputs"
+        if self.reference is not None:
+            want, _ = print_of(self.reference, self.inputs(self.device, 0))
+            if len(want) != len(first):
+                return "writes other tensors than its reference"
+            for got, exact in zip(first, want):
+                if (got.double() - exact.double()).norm() > 0.05 * exact.double().norm():
+                    return "differs from its reference"
+        self.given, self.kept = self.inputs(self.device, 0), self.inputs(self.device, 0)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            device = self.events(self.call)
+            if time.perf_counter() - begun > 3 * device + 0.01:
+                return "device time does not cover the call: another stream, or a sleep"
+            if device < SHORT:
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph):
+                    self.call()
+        return None
+
+    def call(self) -> None:
+        self.function(**self.given)
+
+    def events(self, call: Callable[[], Any]) -> float:
+        import torch
+
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def restore(self) -> None:
+        """Gives what works in place the same values at the start of every run, on both sides."""
+        for name, x in self.kept.items():
+            if hasattr(x, "copy_"):
+                self.given[name].copy_(x)
+
+    def seconds(self, loops: int) -> float:
+        if self.device == "cuda":
+            return self.events(self.graph.replay if self.graph is not None else self.call)
+        begun = time.perf_counter()
+        for _ in range(loops):
+            self.call()
+        return (time.perf_counter() - begun) / loops
+
+    def loops(self) -> int:
+        self.call()
+        return max(1, round(TARGET / max(min(self.seconds(1) for _ in range(3)), 1e-7)))
+
+
+class Host(Bench):
+    """What the host does for one launch; it has no result to check."""
+
+    def check(self) -> str | None:
+        self.given = self.inputs("meta", 0)
+        self.call()
+        return None
+
+
+def benches(device: str, largest: int) -> dict[str, Bench]:
+    from kernels.registry import ENTRIES
+
+    if device == "cuda":
+        return {e.name: Bench(e.function, e.make, device, e.reference) for e in ENTRIES}
+    found: dict[str, Bench] = {f"reference:{e.name}": Bench(e.reference, e.make, device) for e in ENTRIES if e.traffic <= largest}
+    for entry in ENTRIES:
+        function = f"host:{entry.name.partition('/')[0]}"
+        if function not in found and getattr(entry, "launch", None):
+            found[function] = Host(entry.launch, entry.make, "cpu")
+    return found
+
+
+def serve(device: str, largest: int) -> None:
+    import torch
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what kernels print is not an answer
+    torch.set_num_threads(1)
+    known = benches(device, largest)
+    junk = torch.empty(FLUSH[device], dtype=torch.uint8, device=device)
+    answers.write(json.dumps({"kernels": list(known)}) + "\n")
+    answers.flush()
+    for line in sys.stdin:
+        ask = json.loads(line)
+        bench = known[ask["kernel"]]
+        try:
+            if ask["loops"]:
+                bench.restore()
+                junk.zero_()
+                answer: dict[str, Any] = {"seconds": bench.seconds(ask["loops"])}
+            else:
+                fault = bench.check()
+                answer = {"fault": fault} if fault else {"loops": bench.loops()}
+        except Exception as error:  # a benchmark that throws is a result
+            answer = {"fault": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path.cwd())  # the revision's own modules, not this file's neighbours
+    serve(sys.argv[1], int(sys.argv[2]))
