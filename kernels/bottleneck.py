@@ -29,7 +29,7 @@ def scale_kernel(x, gain, y, square, rms, width, eps, BLOCK: tl.constexpr):
     inside = column < width
     value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.sum(value * value, axis=0)
-    local = tl.sqrt_rn(tl.div_rn(total, width.to(tl.float32)) + eps)
+    local = tl.sqrt_rn(tl.div_rn(total, tl.zeros([], tl.float32) + width) + eps)
     factor = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + row * width + column, value * tl.div_rn(1.0, local) * factor, mask=inside)
     tl.store(square + row, total)

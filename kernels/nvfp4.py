@@ -51,7 +51,7 @@ def turned(x, signs, ROWS: tl.constexpr):
 def stored(codes, inner, outer, r, c, mask, code_row, code_column, scale_row, scale_column, over_row, over_column):
     """What the codes at (r, c) stand for; the strides are those of bytes, inner and outer scales along rows and columns."""
     byte = tl.load(codes + r * code_row + c // 2 * code_column, mask=mask, other=0).to(tl.int32)
-    s = from_code(tl.load(inner + r * scale_row + c // 16 * scale_column, mask=mask, other=0), 3, -6, False)
+    s = from_code(tl.load(inner + r * scale_row + c // 16 * scale_column, mask=mask, other=0), tl.float32, 3, -6, False)
     o = tl.load(outer + r * over_row + c // 128 * over_column, mask=mask, other=0.0)
     return number((byte >> ((c % 2) * 4).to(tl.int32)) & 15) * s * o
 
@@ -100,7 +100,7 @@ def quantize_kernel(x, scales, over, peak, codes, inner, outer, signs, seed_low,
             whole = steps.to(tl.int32)
             s = tl.where(t < _SMALL, whole + (whole.to(tl.float32) < steps).to(tl.int32), s)
         s = tl.maximum(s, 1)
-        d = from_code(s, 3, -6, False) * o[:, None]
+        d = from_code(s, tl.float32, 3, -6, False) * o[:, None]
         z = tl.div_rn(groups, tl.broadcast_to(d[:, :, None], (ROWS, 8, 16)))
         z = tl.reshape(tl.where(good[:, None, None], z, 0.0), (ROWS, 128))
         a = tl.minimum(tl.abs(z), 6.0)

@@ -29,7 +29,8 @@ def _operand(codes, inner, r, rows, slab, tiles, R: tl.constexpr, WIDE: tl.const
     mask = (r < rows)[:, None]
     byte = tl.load(codes + r[:, None] * tiles * 64 + slab * 64 + tl.arange(0, 64)[None, :], mask=mask, other=0).to(tl.int32)
     v = tl.reshape(tl.join(number(byte & 15), number(byte >> 4)), (R, 8, 16))
-    s = from_code(tl.load(inner + r[:, None] * tiles * 8 + slab * 8 + tl.arange(0, 8)[None, :], mask=mask, other=0), 3, -6, False)
+    scale = tl.load(inner + r[:, None] * tiles * 8 + slab * 8 + tl.arange(0, 8)[None, :], mask=mask, other=0)
+    s = from_code(scale, tl.float32, 3, -6, False)
     return tl.reshape(v * s[:, :, None], (R, 128)).to(tl.float32 if WIDE else tl.bfloat16)
 
 
@@ -42,7 +43,7 @@ def _packed(codes, inner, r, rows, slab, tiles):
     return code, s.to(tl.float8e4nv, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["rows", "columns"])
+@triton.jit(do_not_specialize=["rows", "columns", "tiles"])
 def slab_kernel(a, a_inner, a_outer, b, b_inner, b_outer, out, rows, columns, tiles, a_row, a_slab, b_row, b_slab, M: tl.constexpr,
                 N: tl.constexpr, WIDE: tl.constexpr, FP4: tl.constexpr):
     i = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)
