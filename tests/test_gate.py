@@ -218,7 +218,7 @@ def test_the_kept_counts_are_those_of_known_cases():
 
     known = json.loads((losses.REFERENCE / "counts.json").read_text(encoding="utf-8"))
     for case, rows in known.items():
-        assert bool(rows) == (workload.find(case).case.mesh.tp > 1), case
+        assert bool(rows) == (workload.find(case).case.mesh.ranks > 1), case
     for path in losses.REFERENCE.glob("*/*.txt"):
         assert path.stem in known and len(path.read_text().split()) == workload.find(path.stem).case.steps
 
