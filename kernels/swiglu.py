@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, library
 
 from kernels import reference
 from kernels.launch import Launch
@@ -43,7 +43,7 @@ def backward_launch(gu: Tensor, dz: Tensor, out: Tensor) -> Launch:
                   {"BLOCK": BLOCK})
 
 
-@torch.library.triton_op("triaxis::swiglu_backward", mutates_args=())
+@library.triton_op("triaxis::swiglu_backward", mutates_args=())
 def _backward(gu: Tensor, dz: Tensor) -> Tensor:
     if gu.shape != (*dz.shape[:-1], 2 * dz.shape[-1]) or not gu.is_contiguous() or not dz.is_contiguous():
         raise ValueError(f"swiglu: {tuple(gu.shape)} and its gradient {tuple(dz.shape)} are not contiguous [T, 2F] and [T, F]")
@@ -51,7 +51,7 @@ def _backward(gu: Tensor, dz: Tensor) -> Tensor:
     if out.numel() == 0:
         return out
     rows, width = dz.numel() // dz.shape[-1], dz.shape[-1]
-    torch.library.wrap_triton(backward_kernel)[(rows, triton.cdiv(width, BLOCK))](gu, dz, out, width, BLOCK)
+    library.wrap_triton(backward_kernel)[(rows, triton.cdiv(width, BLOCK))](gu, dz, out, width, BLOCK)
     return out
 
 

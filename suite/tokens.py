@@ -7,6 +7,7 @@ is the same under any mesh and micro-batch. `random` draws ids by Philox keyed b
 """
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from suite.corpora import DataError
 RANDOM_VALIDATION = 64  # sequences, where no limit is given
 
 
-class Tokens:
+class Tokens(ABC):
     """Sequences of one text. `size` is the global batch: what a step number counts in."""
 
     def __init__(self, name: str, size: int) -> None:
@@ -32,15 +33,16 @@ class Tokens:
             raise IndexError(f"sequences {sequences} of a batch of {self.size}")
         return self._batch(step, seed, np.asarray(sequences, dtype=np.int64), seq)
 
+    @abstractmethod
     def validation(self, seq: int, limit_sequences: int | None = None) -> np.ndarray:
         """Validation windows, int64 [n, seq + 1]: all, or `limit_sequences` spread evenly over the split. No seed enters.
 
         Raises DataError where the validation split is shorter than seq + 1.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _batch(self, step: int, seed: int, sequences: np.ndarray, seq: int) -> np.ndarray:
-        raise NotImplementedError
+        """`batch` of sequences that are within it."""
 
 
 class FileTokens(Tokens):

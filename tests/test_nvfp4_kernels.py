@@ -1,15 +1,12 @@
 """NVFP4's kernels: compiled for five architectures here, interpreted here, run on a GPU. What is compared: nvfp4_checks.py."""
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import nvfp4_checks
 import pytest
 import torch
+from interpreter import interpreted
 from nvfp4_checks import GRID, INTERPRETED, NOISE, SHAPES, SIGNS, check
 
 from kernels import nvfp4
@@ -64,10 +61,7 @@ def test_noise_compiles_nothing_anew():
 
 
 def test_the_interpreter_equals_the_reference():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, nvfp4_checks.__file__], env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{len(GRID)} settings, {INTERPRETED} shapes\n"
+    assert interpreted(nvfp4_checks) == f"{len(GRID)} settings, {INTERPRETED} shapes\n"
 
 
 def test_what_does_not_fit_is_refused():

@@ -1,15 +1,12 @@
 """TACO's kernels: compiled for six architectures here, interpreted here, run on a GPU. What is compared: taco_checks.py."""
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import taco_checks
 import torch
+from interpreter import interpreted
 from taco_checks import GRID, check
 
 from kernels import taco, taco_reference
@@ -56,10 +53,7 @@ def test_noise_compiles_nothing_anew():
 
 
 def test_the_interpreter_equals_the_reference():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, taco_checks.__file__], env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "32 settings\n"
+    assert interpreted(taco_checks) == "32 settings\n"
 
 
 @pytest.mark.gpu

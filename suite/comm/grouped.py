@@ -25,6 +25,8 @@ class Grouped(Nonfinite):
     name: str
     top: float
     fields = 1  # float32 numbers sent with a group
+    to_codes: Callable[[Tensor], Tensor]  # float32 within [-top, top] -> uint8, rounded half to even
+    from_codes: Callable[[Tensor], Tensor]  # uint8 -> float32
 
     def __init__(self, group: int = 128, route: Route = PLAIN) -> None:
         if group < 1:
@@ -32,14 +34,6 @@ class Grouped(Nonfinite):
         self.group, self.route = group, route
         super().__init__()
         self._compiled: dict[str, Callable] = {}
-
-    def to_codes(self, y: Tensor) -> Tensor:
-        """float32 within [-top, top] -> uint8, rounded half to even."""
-        raise NotImplementedError
-
-    def from_codes(self, codes: Tensor) -> Tensor:
-        """uint8 -> float32."""
-        raise NotImplementedError
 
     @property
     def width(self) -> int:

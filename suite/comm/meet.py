@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from suite.comm.wire import Wire, wire_of
 from suite.seams import Op, Site, Way
@@ -120,13 +120,13 @@ def _cross(x: Tensor, exact: Tensor | None, wire: int, size: int, op: str, dim: 
     return y, x.new_empty(0) if total is None else total
 
 
-_library = torch.library.custom_op(
+_crossing = library.custom_op(
     "triaxis::cross", _cross, mutates_args=(),
     schema="(Tensor x, Tensor? exact, SymInt wire, SymInt size, str op, SymInt dim, SymInt layer, str name, str purpose, str way) "
            "-> (Tensor, Tensor)")
 
 
-@_library.register_fake
+@_crossing.register_fake
 def _(x, exact, wire, size, op, dim, layer, name, purpose, way):
     shape = list(x.shape)
     if op == "all_gather":

@@ -10,6 +10,7 @@ dimensions, so that an element of BA has deviation (d_in + d_out)^(-1/2). They a
 """
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ def width_of(rank: float, hidden: int) -> int:
     return int(r)
 
 
-class LowRank:
+class LowRank(ABC):
     crosses = False  # whether a latent goes on to the next layer
     silu = False  # whether f is SiLU, which a kernel can apply
     plain_gate = False  # whether the gate of a feed-forward layer has no activation of its own
@@ -53,6 +54,6 @@ class LowRank:
         """Forward FLOPs of the map for `tokens` tokens."""
         return 2 * tokens * (self.width * (d_in + d_out) if self.factored(site) else d_in * d_out)
 
+    @abstractmethod
     def between(self, y: Tensor, past: Tensor | None) -> Tensor:
         """f: the latent A x, and the previous layer's where one crosses, both [T, r] -> what B multiplies."""
-        raise NotImplementedError

@@ -7,7 +7,7 @@ reference elsewhere and in float64. Opaque to torch.compile, so that both run as
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from kernels import bottleneck_reference
 from suite.norms import wide
@@ -21,7 +21,7 @@ def _chosen(x: Tensor):
     return bottleneck_reference
 
 
-@torch.library.custom_op("triaxis::bottleneck_scale", mutates_args=())
+@library.custom_op("triaxis::bottleneck_scale", mutates_args=())
 def _scale(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return _chosen(x).scale(x.contiguous(), gain, eps)
 
@@ -46,7 +46,7 @@ def _scale_gradients(ctx, dy, ds, dl):
 _scale.register_autograd(_scale_gradients, setup_context=_keep_scale)
 
 
-@torch.library.custom_op("triaxis::bottleneck_epilogue", mutates_args=())
+@library.custom_op("triaxis::bottleneck_epilogue", mutates_args=())
 def _epilogue(p: Tensor, square: Tensor, hidden: int, eps: float, silu: bool) -> Tensor:
     return _chosen(p).epilogue(p.contiguous(), square, hidden, eps, silu)
 
@@ -56,7 +56,7 @@ def _(p, square, hidden, eps, silu):
     return p.new_empty(p.shape)
 
 
-@torch.library.custom_op("triaxis::bottleneck_epilogue_backward", mutates_args=())
+@library.custom_op("triaxis::bottleneck_epilogue_backward", mutates_args=())
 def _epilogue_backward(p: Tensor, square: Tensor, dh: Tensor, hidden: int, eps: float, silu: bool) -> tuple[Tensor, Tensor]:
     return _chosen(p).epilogue_backward(p.contiguous(), square, dh.contiguous(), hidden, eps, silu)
 

@@ -1,6 +1,6 @@
 """NVIDIA's management library (NVML) behind one class: the only file that calls pynvml (nvidia-ml-py 13.615.71 tried).
 
-Every call gives a value or raises `NoReading` with NVML's own words. `Nvml(library)` takes anything that looks like the
+Every call gives a value or raises `NoReading` with NVML's own words. `Nvml(binding)` takes anything that looks like the
 pynvml module, so that tests need no GPU. Imports no torch.
 
 One source for each quantity:
@@ -44,13 +44,13 @@ class Device:
 class Nvml:
     """An open NVML. Raises NoReading where there is no driver, no library or no binding."""
 
-    def __init__(self, library: Any = None) -> None:
-        if library is None:
+    def __init__(self, binding: Any = None) -> None:
+        if binding is None:
             try:
-                import pynvml as library
+                import pynvml as binding
             except ImportError:
                 raise NoReading("the package nvidia-ml-py is not installed") from None
-        self.library = library
+        self.binding = binding
         self._ask("nvmlInit")
 
     def close(self) -> None:
@@ -126,16 +126,16 @@ class Nvml:
         return self._ask("nvmlDeviceGetTotalEnergyConsumption", device.handle)
 
     def clock(self, device: Device) -> int:
-        return self._ask("nvmlDeviceGetClockInfo", device.handle, self.library.NVML_CLOCK_SM)
+        return self._ask("nvmlDeviceGetClockInfo", device.handle, self.binding.NVML_CLOCK_SM)
 
     def temperature(self, device: Device) -> int:
-        return self._ask("nvmlDeviceGetTemperature", device.handle, self.library.NVML_TEMPERATURE_GPU)
+        return self._ask("nvmlDeviceGetTemperature", device.handle, self.binding.NVML_TEMPERATURE_GPU)
 
     def nvlink_rx(self, device: Device) -> int:
-        return self._kib(device, self.library.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
+        return self._kib(device, self.binding.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
 
     def nvlink_tx(self, device: Device) -> int:
-        return self._kib(device, self.library.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX)
+        return self._kib(device, self.binding.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX)
 
     def processes(self, device: Device) -> set[int]:
         """Process ids that hold a context on the GPU, as NVML numbers them."""
@@ -144,8 +144,8 @@ class Nvml:
     def link(self, one: Device, other: Device) -> str:
         """How two GPUs reach each other's memory: `nvlink`, `pcie` or `none`."""
         for kind, index in (("nvlink", "NVML_P2P_CAPS_INDEX_NVLINK"), ("pcie", "NVML_P2P_CAPS_INDEX_PCI")):
-            status = self._ask("nvmlDeviceGetP2PStatus", one.handle, other.handle, getattr(self.library, index))
-            if status == self.library.NVML_P2P_STATUS_OK:
+            status = self._ask("nvmlDeviceGetP2PStatus", one.handle, other.handle, getattr(self.binding, index))
+            if status == self.binding.NVML_P2P_STATUS_OK:
                 return kind
         return "none"
 
@@ -156,16 +156,16 @@ class Nvml:
     def _kib(self, device: Device, field: int) -> int:
         answer = self._ask("nvmlDeviceGetFieldValues", device.handle, [(field, ALL_LINKS)])[0]
         if answer.nvmlReturn != 0:
-            raise NoReading(str(self.library.NVMLError(answer.nvmlReturn)))
+            raise NoReading(str(self.binding.NVMLError(answer.nvmlReturn)))
         return answer.value.ullVal * 1024
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        call = getattr(self.library, function, None)
+        call = getattr(self.binding, function, None)
         if call is None:
             raise NoReading(f"this nvidia-ml-py has no {function}")
         try:
             return call(*arguments)
-        except self.library.NVMLError as error:
+        except self.binding.NVMLError as error:
             raise NoReading(str(error)) from None
 
 
@@ -182,11 +182,11 @@ class Gpm:
             raise NoReading("this GPU has no GPM")
         self._before, self._now = nvml._ask("nvmlGpmSampleAlloc"), nvml._ask("nvmlGpmSampleAlloc")
         self._opened = False
-        library = nvml.library
-        self._request = library.c_nvmlGpmMetricsGet_t()
-        self._request.version, self._request.numMetrics = library.NVML_GPM_METRICS_GET_VERSION, len(GPM)
+        binding = nvml.binding
+        self._request = binding.c_nvmlGpmMetricsGet_t()
+        self._request.version, self._request.numMetrics = binding.NVML_GPM_METRICS_GET_VERSION, len(GPM)
         for slot, metric in enumerate(GPM.values()):
-            self._request.metrics[slot].metricId = getattr(library, f"NVML_GPM_METRIC_{metric}")
+            self._request.metrics[slot].metricId = getattr(binding, f"NVML_GPM_METRIC_{metric}")
 
     def read(self) -> dict[str, float | str]:
         device = self._device
@@ -204,7 +204,7 @@ class Gpm:
         for slot, name in enumerate(GPM):
             answer = self._request.metrics[slot]
             if answer.nvmlReturn != 0:
-                values[name] = str(self._nvml.library.NVMLError(answer.nvmlReturn))
+                values[name] = str(self._nvml.binding.NVMLError(answer.nvmlReturn))
             else:
                 values[name] = answer.value if math.isfinite(answer.value) else "GPM gave no number"
         return values

@@ -10,7 +10,7 @@ torch.compile neither copies the blocks nor splits the batch.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 
 def _columns(x: Tensor, k: int) -> Tensor:
@@ -22,7 +22,7 @@ def _rows(w: Tensor, k: int) -> Tensor:
     return w.unflatten(0, (k, len(w) // k))
 
 
-@torch.library.custom_op("triaxis::batch", mutates_args=())
+@library.custom_op("triaxis::batch", mutates_args=())
 def _forward(h: Tensor, w: Tensor, k: int) -> Tensor:
     y = h.new_empty(len(h), len(w))
     torch.bmm(_columns(h, k), _rows(w, k).transpose(1, 2), out=_columns(y, k))
@@ -34,7 +34,7 @@ def _(h, w, k):
     return h.new_empty(len(h), len(w))
 
 
-@torch.library.custom_op("triaxis::batch_backward", mutates_args=())
+@library.custom_op("triaxis::batch_backward", mutates_args=())
 def _backward(dy: Tensor, h: Tensor, w: Tensor, k: int) -> tuple[Tensor, Tensor]:
     dh, dw = h.new_empty(h.shape), torch.empty_like(w)
     torch.bmm(_columns(dy, k), _rows(w, k), out=_columns(dh, k))

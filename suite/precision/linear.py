@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from kernels.philox import fold
 from suite.comm.wire import Wire, wire_of
@@ -188,9 +188,9 @@ def _operation(which: str, *arguments):
 
 SITE = "SymInt layer, str name, SymInt[] maps, SymInt[] columns, SymInt wire, SymInt recipe"
 CHANNELS = "Tensor noise, Tensor? retained, Tensor? rest"
-_forward_op = torch.library.custom_op("triaxis::quantised_forward", _forward, mutates_args=(), schema=(
+_forward_op = library.custom_op("triaxis::quantised_forward", _forward, mutates_args=(), schema=(
     f"(Tensor x, Tensor w, {CHANNELS}, {SITE}, bool training) -> (Tensor, Tensor, Tensor)"))
-_backward_op = torch.library.custom_op("triaxis::quantised_backward", _backward, mutates_args=(), schema=(
+_backward_op = library.custom_op("triaxis::quantised_backward", _backward, mutates_args=(), schema=(
     f"(Tensor dy, Tensor x, Tensor w, {CHANNELS}, {SITE}) -> (Tensor, Tensor)"))
 
 
