@@ -23,7 +23,7 @@ def test_runs_take_turns_and_only_what_lies_between_the_marks_is_counted():
 
 def study_on(mesh, codec, batch):
     case = Case(model="gpt-tiny", mesh={"tp": 2}, comm=codec, measure="collective", data={"batch": batch}, steps=3)
-    outcome = SimpleNamespace(metrics=[], tables={}, phases={}, traffic=[])
+    outcome = SimpleNamespace(metrics=[], tables={}, phases={}, traffic=[], facts={})
     collective.study(case, mesh, outcome)
     return {m.name: m for m in outcome.metrics}, outcome.traffic
 

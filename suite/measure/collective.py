@@ -86,6 +86,7 @@ def study(case: Case, mesh: Mesh, outcome: Any) -> None:
     began = time.perf_counter()
     outcome.metrics.append(Metric("message_bytes", float(x.nbytes), "B", "counted"))
     outcome.metrics += _collectives(x, codec, wire, transport, case.steps)
+    outcome.facts["paths"] = wire.choices.rows()
     outcome.phases["timed"] = time.perf_counter() - began
     began = time.perf_counter()
     if mesh.rank == 0:
