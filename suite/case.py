@@ -110,7 +110,7 @@ class Encoded(Row):
     # smaller messages cross uncompressed; auto: each size as it was fastest when it first came
     min_bytes: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
     algorithm: Literal["auto", "one-shot", "two-shot"] = "auto"
-    depth: Literal[0, 1, 2, 4, 8] = 0  # slices of an all-reduce under way; 0: by its size
+    depth: Literal[1, 2, 4, 8] = 1  # slices of an all-reduce under way
     direct: bool = True  # read the peers' memory where the link allows
 
 

@@ -8,16 +8,16 @@ from ranks import run_ranks
 from wires import build
 
 from suite.case import Case
-from suite.measure import collective
+from suite.measure import collective, turns
 from suite.record import CaseFailed
 
 
 def test_runs_take_turns_and_only_what_lies_between_the_marks_is_counted():
     order = []
-    times = collective.timed(
+    times = turns.timed(
         {"slow": lambda: (order.append("slow"), time.sleep(0.004)), "fast": lambda: order.append("fast")}, torch.device("cpu"), 3,
         prepare=lambda: (order.append("prepare"), time.sleep(0.004)))
-    assert order == ["prepare", "slow", "prepare", "fast"] * (collective.WARM + 3)
+    assert order == ["prepare", "slow", "prepare", "fast"] * (turns.WARM + 3)
     assert [len(t) for t in times.values()] == [3, 3] and min(times["slow"]) >= 0.004 > max(times["fast"])
 
 

@@ -105,6 +105,41 @@ def compiled_equals_eager(mesh, codec):
     return counts
 
 
+def summed_in_place(mesh):
+    """Where nothing reads a product but the all-reduce, it is summed in place; what is read later stays as it was."""
+    wire, places = wire_on(mesh, "taco"), []
+    native = wire.start
+
+    def watched(op, x, **rest):
+        pending, before = native(op, x, **rest), x.data_ptr()
+        places.append((rest["owned"], pending.wait()[0].data_ptr() == before))
+        return pending
+
+    wire.start = watched
+
+    def block(x, w):
+        a = x @ w
+        once = meet(wire, x @ (w + 1), forward="all_reduce", backward="none", site=(0, "up"))[0]
+        return meet(wire, a, forward="all_reduce", backward="all_reduce", site=(0, "out"))[0].sin() + a + once
+
+    found = []
+    for f in (block, torch.compile(block, fullgraph=True)):
+        x, w = mine(mesh, 64, 128).requires_grad_(), mine(mesh, 128, 128, seed=3).requires_grad_()
+        y = f(x, w)
+        grad = torch.ones_like(y)
+        y.backward(grad)
+        assert bool((grad == 1).all())
+        found.append((y.detach(), x.grad, w.grad))
+    for a, b in zip(*found):
+        assert error(a, b) < 2e-3  # a product that rounds otherwise may take another code
+    return places
+
+
+def test_a_compiled_graph_sums_in_place():
+    for places in run_ranks(summed_in_place, 2):
+        assert places == [(False, False)] * 3 + [(True, True)] * 3
+
+
 @pytest.mark.parametrize("size,dtype", [(2, torch.float64), (4, torch.float64), (2, torch.float32), (2, torch.bfloat16)])
 def test_gradients(size, dtype):
     run_ranks(gradients, size, dtype)

@@ -8,9 +8,10 @@ n elements, p ranks, e(n) bytes of the codec for n elements (n rounded up to who
 Each rank decodes its own bytes too, so that all ranks hold equal bits. A statistic `exact` rides behind the codes of an
 all-reduce in its own dtype: whole in one shot; in two shots each rank adds up one p-th of it and the second shot spreads it.
 
-A large all-reduce is cut into `depth` slices of whole groups, so that one is encoded while another is on the wire and a third
+An all-reduce may be cut into `depth` slices of whole groups, so that one is encoded while another is on the wire and a third
 is decoded; the numbers are those of one slice. Bytes lie in a parcel (suite/comm/transport.py), which the library moves or peers
-read.
+read. Where ranks read each other's memory and the codec has a kernel for it, a collective of one quantisation is one launch
+(`exchanged`), with the same numbers.
 """
 from __future__ import annotations
 
@@ -27,7 +28,6 @@ from suite.comm.transport import Parcel, Transport
 from suite.seams import Codec, Key
 
 SMALL = 32 * 1024  # encoded bytes of a whole tensor below which one shot is sent: two latencies cost more than the bytes
-LARGE, SLICES = 16 * 1024 * 1024, 4  # encoded bytes from which an all-reduce on GPUs is cut, and into how many
 TILE = 64  # groups: slices are multiples, so that no kernel meets a tile in part
 
 
@@ -56,24 +56,29 @@ def route_of(codec: Codec) -> Route:
 
 
 def all_reduce(transport: Transport, codec: Codec, x: Tensor, exact: Tensor | None, key: Key,
-               algorithm: str | None = None) -> Flight:
-    """Sum over ranks of x (any shape) and of `exact` (contiguous float32 or float64, any shape). algorithm: None: the codec's."""
+               algorithm: str | None = None, owned: bool = False) -> Flight:
+    """Sum over ranks of x (any shape) and of `exact` (contiguous float32 or float64, any shape). algorithm: None: the codec's.
+    owned: the sum may be written over x, and is x then."""
     p, flat, route = transport.size, x.reshape(-1), route_of(codec)
-    size = codec.nbytes(len(flat))
+    size, owned = codec.nbytes(len(flat)), owned and x.is_contiguous()
     algorithm = algorithm or route.algorithm
     if algorithm == "auto":
         algorithm = "one-shot" if p == 2 or size < SMALL else "two-shot"
+    if algorithm == "one-shot" and route.depth == 1 and exchanges(transport, codec, x):
+        out = flat if owned else torch.empty_like(flat)
+        total = exchanged(transport, codec, flat[None], out[None], "all_gather", key, exact)
+        extra = 0 if exact is None else exact.nbytes
+        return Flight(size, (p - 1.0) * size, lambda: (x if owned else out.view(x.shape), total), extra, (p - 1.0) * extra)
     send, sent = (_one_shot, p - 1.0) if algorithm == "one-shot" else (_two_shot, 2 * (p - 1) / p)
-    depth = route.depth or (SLICES if size >= LARGE and transport.overlaps(x.device) else 1)
-    ends = _cut(len(flat), TILE * p * getattr(codec, "group", 1), depth)
+    ends = _cut(len(flat), TILE * p * getattr(codec, "group", 1), route.depth)
     slices = [send(transport, codec, flat[a:b], exact if a == 0 else None,
                    key if a == 0 else replace(key, operand=f"{key.operand} from {a}")) for a, b in pairwise(ends)]
 
     def finish() -> tuple[Tensor, Tensor | None]:
-        out = torch.empty_like(flat)
+        out = flat if owned else torch.empty_like(flat)
         with transport.aside(x.device, len(slices)):
             found = [one.land(out[a:b]) for one, (a, b) in zip(slices, pairwise(ends))]
-        return out.view(x.shape), found[0]
+        return x if owned else out.view(x.shape), found[0]
 
     payload, extra = sum(one.payload for one in slices), slices[0].extra
     return Flight(payload, sent * payload, finish, extra, sent * extra)
@@ -84,6 +89,10 @@ def reduce_scatter(transport: Transport, codec: Codec, x: Tensor, dim: int, key:
     p = transport.size
     parts = x.unflatten(dim, (p, x.shape[dim] // p)).movedim(dim, 0)  # [p, ...]
     shape, n = parts.shape[1:], parts[0].numel()
+    if exchanges(transport, codec, x):
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        exchanged(transport, codec, parts.reshape(p, n), out.view(1, n), "all_to_all", key)
+        return Flight(p * codec.nbytes(n), (p - 1.0) * codec.nbytes(n), lambda: (out, None))
     source = _padded(parts.reshape(p, n), codec)
     parcel = _encoded(transport, codec, source, key)
     parcel.start("all_to_all")
@@ -101,6 +110,10 @@ def reduce_scatter(transport: Transport, codec: Codec, x: Tensor, dim: int, key:
 def all_gather(transport: Transport, codec: Codec, x: Tensor, dim: int, key: Key) -> Flight:
     """The tensors of all ranks, joined along `dim` in rank order."""
     p, n = transport.size, x.numel()
+    if exchanges(transport, codec, x):
+        out = torch.empty(p, *x.shape, dtype=x.dtype, device=x.device)
+        exchanged(transport, codec, x.reshape(1, n), out.view(p, n), "all_gather", key)
+        return Flight(p * codec.nbytes(n), (p - 1.0) * codec.nbytes(n), lambda: (joined(out, dim), None))
     source = _padded(x.reshape(1, n), codec)
     parcel = _encoded(transport, codec, source, key)
     parcel.start("all_gather")
@@ -113,6 +126,20 @@ def all_gather(transport: Transport, codec: Codec, x: Tensor, dim: int, key: Key
 
     payload = parcel.bytes.numel()
     return Flight(p * payload, (p - 1) * payload, finish)
+
+
+def exchanges(transport: Transport, codec: Codec, x: Tensor) -> bool:
+    """Whether the message is one launch on every rank: ranks read each other's memory, and the codec has a kernel for it."""
+    able = getattr(codec, "exchanges", None)
+    return able is not None and route_of(codec).direct and transport.reads_peers(x.device) and able(x)
+
+
+def exchanged(transport: Transport, codec: Codec, x: Tensor, out: Tensor, op: str, key: Key,
+              exact: Tensor | None = None) -> Tensor | None:
+    """x [r, n] -> out [1 or p, n] by the codec's own kernel; gives the sum of `exact` over ranks, which crosses as it is."""
+    tail = None if exact is None else exact.reshape(-1).view(torch.uint8)
+    found = transport.rooms().exchange(codec, x, out, op, key, tail)
+    return None if exact is None else _ordered_sum(torch.stack(found).view(exact.dtype)).view(exact.shape)
 
 
 def joined(stack: Tensor, dim: int) -> Tensor:

@@ -7,7 +7,6 @@ message crosses as it would without a codec. A throughput row only: what a loss 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,11 +16,12 @@ from torch import Tensor
 from suite.comm import bytewise
 from suite.comm.counter import Counter
 from suite.comm.transport import Transport
+from suite.measure.turns import timed
 from suite.seams import Codec, Key, Op
 
 UNCOMPRESSED = "uncompressed"
 MARGIN = 1.03
-WARM, TIMED = 3, 7
+TIMED = 7
 
 
 @dataclass
@@ -50,11 +50,12 @@ class Choices:
 
 def _measure(transport: Transport, codec: Codec, op: Op, x: Tensor, dim: int) -> dict[str, float]:
     sample = torch.randn(x.shape, generator=torch.Generator(x.device).manual_seed(0), device=x.device).to(x.dtype)
-    key = Key(site=(-2, "choice"), operand=f"{op} {transport.index}")
+    key, scratch = Key(site=(-2, "choice"), operand=f"{op} {transport.index}"), sample.clone()
     counter, transport.counter = transport.counter, Counter()  # what is tried out is not the model's traffic
     try:
-        return {name: _agreed(transport, _median(transport, run, x.device)) for name, run in
-                _ways(transport, codec, op, sample, dim, key).items()}
+        took = timed(_ways(transport, codec, op, scratch, dim, key), x.device, TIMED, transport.barrier,
+                     lambda: scratch.copy_(sample))  # sums in place would grow without end
+        return {name: _agreed(transport, statistics.median(seconds)) for name, seconds in took.items()}
     finally:
         transport.counter = counter
 
@@ -63,8 +64,8 @@ def _ways(transport: Transport, codec: Codec, op: Op, x: Tensor, dim: int, key: 
     if op == "all_reduce":
         wanted = bytewise.route_of(codec).algorithm
         algorithms = ("one-shot", "two-shot") if wanted == "auto" else (wanted,)
-        ways = {name: lambda name=name: bytewise.all_reduce(transport, codec, x, None, key, name).finish() for name in algorithms}
-        return {UNCOMPRESSED: lambda: transport.all_reduce(x.to(torch.bfloat16, copy=True)).wait(), **ways}
+        ways = {name: lambda name=name: bytewise.all_reduce(transport, codec, x, None, key, name, True).finish() for name in algorithms}
+        return {UNCOMPRESSED: lambda: transport.all_reduce(x.to(torch.bfloat16)).wait(), **ways}
     if op == "reduce_scatter":
         def plain() -> Tensor:
             parts = x.unflatten(dim, (transport.size, x.shape[dim] // transport.size)).movedim(dim, 0)
@@ -73,23 +74,6 @@ def _ways(transport: Transport, codec: Codec, op: Op, x: Tensor, dim: int, key: 
         return {UNCOMPRESSED: plain, "": lambda: bytewise.reduce_scatter(transport, codec, x, dim, key).finish()}
     return {UNCOMPRESSED: lambda: bytewise.joined(transport.all_gather(x.to(torch.bfloat16).contiguous()).wait(), dim),
             "": lambda: bytewise.all_gather(transport, codec, x, dim, key).finish()}
-
-
-def _median(transport: Transport, run: Callable[[], object], device: torch.device) -> float:
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    times = []
-    for turn in range(WARM + TIMED):
-        wait()
-        transport.barrier()
-        start = time.perf_counter()
-        run()
-        wait()
-        if turn >= WARM:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def _agreed(transport: Transport, seconds: float) -> float:

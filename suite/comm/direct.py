@@ -9,6 +9,9 @@ A slot is written again once a barrier lies behind the reads of its last message
 have read. Which slot a message gets depends on the order of calls alone, which is the same on every rank. Bytes sent: what
 the library's all-gather or all-to-all would send.
 
+exchange     a codec with a kernel for the whole collective does all of that in one launch (kernels/taco_exchange.py): it writes one
+             of two slots in turn, and the meeting of its programs lies between the reads of a slot and its next writing
+
 torch.distributed._symmetric_memory is private and moves: it is touched here alone (tried with torch 2.11). Plain peer
 buffers, no multicast. It needs NCCL ranks of one host that reach each other's memory; `usable` says why not.
 """
@@ -25,6 +28,7 @@ from torch import Tensor
 
 from suite.comm.counter import Counter
 from suite.mesh import Group
+from suite.seams import Codec, Key
 
 ALIGNED = 256
 
@@ -53,6 +57,15 @@ class Slot:
 
 
 @dataclass
+class Turn:
+    """Slots of one size that exchanges write in turn, and where they lie on each rank: int64 [p]."""
+
+    slots: list[Slot]
+    places: list[Tensor]
+    next: int = 0
+
+
+@dataclass
 class Rooms:
     """The slots of one group. `barriers`: how many were enqueued so far."""
 
@@ -60,6 +73,51 @@ class Rooms:
     counter: Counter
     barriers: int = 0
     slots: dict[int, list[Slot]] = field(default_factory=dict)
+    turns: dict[int, Turn] = field(default_factory=dict)
+    raised: Slot | None = None  # this rank's flags
+    flags: Tensor | None = None  # int64 [p]: where each rank's lie
+    stream: torch.cuda.Stream | None = None  # of the last exchange: they follow each other
+
+    def exchange(self, codec: Codec, x: Tensor, out: Tensor, op: str, key: Key, tail: Tensor | None = None) -> list[Tensor]:
+        """x [r, n] of this rank -> out [1 or p, n] by the codec's kernel; `tail`: bytes that cross as they are -> those of all
+        ranks where they lie, until the next exchange but one. Collective where a size is new."""
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        p, row = self.group.size, codec.slot_bytes(x.shape[1])
+        codes = len(x) * row
+        nbytes = -(-(codes + (0 if tail is None else tail.numel())) // ALIGNED) * ALIGNED
+        turn = self.turns.get(nbytes) or self._turn(nbytes, x.device)
+        stream = torch.cuda.current_stream()
+        if self.stream is not None and stream != self.stream:
+            stream.wait_stream(self.stream)
+        self.stream = stream
+        self.counter.message(f"direct_{op}", (p if op == "all_gather" else len(x)) * (row + (0 if tail is None else tail.numel())), p)
+        slot, places = turn.slots[turn.next], turn.places[turn.next]
+        turn.next = 1 - turn.next
+        if tail is not None:
+            slot.whole[codes : codes + tail.numel()].copy_(tail)
+        codec.exchange(x, out, places, self.flags, self.group.index, key)
+        return [] if tail is None else [slot.handle.get_buffer(r, (tail.numel(),), torch.uint8, codes) for r in range(p)]
+
+    def _turn(self, nbytes: int, device: torch.device) -> Turn:
+        if self.flags is None:
+            from kernels.taco_exchange import WIDTH
+
+            self.raised = self._symmetric(4 * WIDTH * self.group.size, device)
+            self.raised.whole.zero_()
+            self.flags = self._places(self.raised)
+            self.raised.handle.barrier()
+        slots = [self._symmetric(nbytes, device) for _ in range(2)]
+        self.turns[nbytes] = Turn(slots, [self._places(slot) for slot in slots])
+        return self.turns[nbytes]
+
+    def _places(self, slot: Slot) -> Tensor:
+        return torch.tensor(slot.handle.buffer_ptrs, dtype=torch.int64, device=slot.whole.device)
+
+    def _symmetric(self, nbytes: int, device: torch.device) -> Slot:
+        import torch.distributed._symmetric_memory as symmetric
+
+        whole = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        return Slot(whole, symmetric.rendezvous(whole, self.group.handle))
 
     def take(self, rows: int, size: int, device: torch.device) -> Message:
         """Room for [rows, size] bytes. Collective where no slot is free."""
@@ -67,10 +125,7 @@ class Rooms:
         held = self.slots.setdefault(nbytes, [])
         slot = next((s for s in held if s.free is not None and s.free < self.barriers), None)
         if slot is None:
-            import torch.distributed._symmetric_memory as symmetric
-
-            whole = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-            slot = Slot(whole, symmetric.rendezvous(whole, self.group.handle))
+            slot = self._symmetric(nbytes, device)
             held.append(slot)
         slot.free = None
         return Message(self, slot, rows, size)

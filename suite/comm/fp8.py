@@ -24,6 +24,6 @@ class Fp8(Grouped):
         return codes.view(torch.float8_e4m3fn).to(torch.float32)
 
 
-def build(group: int = 128, min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 0, direct: bool = True,
+def build(group: int = 128, min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 1, direct: bool = True,
           **context) -> Fp8:
     return Fp8(group, Route(min_bytes, algorithm, depth, direct))

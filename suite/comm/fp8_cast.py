@@ -34,6 +34,6 @@ class Fp8Cast(Fp8):
         return (codes & 0x7F == 0x7F).sum()
 
 
-def build(min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 0, direct: bool = True,
+def build(min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 1, direct: bool = True,
           **context) -> Fp8Cast:
     return Fp8Cast(Route(min_bytes, algorithm, depth, direct))

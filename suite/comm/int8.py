@@ -23,6 +23,6 @@ class Int8(Grouped):
         return codes.view(torch.int8).to(torch.float32)
 
 
-def build(group: int = 128, min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 0, direct: bool = True,
+def build(group: int = 128, min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 1, direct: bool = True,
           **context) -> Int8:
     return Int8(group, Route(min_bytes, algorithm, depth, direct))

@@ -43,6 +43,6 @@ class Int8Hadamard(Int8):
         return out
 
 
-def build(group: int = 128, min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 0, direct: bool = True,
+def build(group: int = 128, min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 1, direct: bool = True,
           **context) -> Int8Hadamard:
     return Int8Hadamard(group, Route(min_bytes, algorithm, depth, direct))

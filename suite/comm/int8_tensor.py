@@ -35,6 +35,6 @@ class Int8Tensor(Int8):
         return wire[..., :n].unsqueeze(-2), scales
 
 
-def build(min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 0, direct: bool = True,
+def build(min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 1, direct: bool = True,
           **context) -> Int8Tensor:
     return Int8Tensor(Route(min_bytes, algorithm, depth, direct))

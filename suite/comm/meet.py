@@ -13,7 +13,8 @@ The codec is never differentiated. A statistic `exact` is summed over ranks besi
     (NAME, constant)   EXACT_GRADS[NAME](gradient of y after the backward collective, y, exact_out, constant): computed
                        locally, so that a statistic that is a function of one scale of y costs no message
 Compiled graphs see one opaque operation, `triaxis::cross`, with the wire as an integer: codecs, transports and counters
-stay outside, and changing a codec recompiles nothing. The layer is an integer too, so that layers share a graph.
+stay outside, and changing a codec recompiles nothing. The layer is an integer too, so that layers share a graph. An all-reduce
+there is `triaxis::cross_`, which may sum in place: the compiler, who knows what is read later, copies where it must.
 """
 from __future__ import annotations
 
@@ -111,7 +112,13 @@ def _send(x: Tensor, exact: Tensor | None, wire: int, size: int, op: Op, dim: in
 
 def _operation(*arguments) -> tuple[Tensor, Tensor]:
     """The opaque operation where a graph is being traced; else the same function without the dispatcher's detour."""
-    return torch.ops.triaxis.cross(*arguments) if torch.compiler.is_compiling() else _cross(*arguments)
+    if not torch.compiler.is_compiling():
+        return _cross(*arguments)
+    x, exact, wire, size, op, *rest = arguments
+    if op != "all_reduce":
+        return torch.ops.triaxis.cross(*arguments)
+    y = x.clone(memory_format=torch.contiguous_format)
+    return y, torch.ops.triaxis.cross_(y, exact, wire, size, *rest)
 
 
 def _cross(x: Tensor, exact: Tensor | None, wire: int, size: int, op: str, dim: int, layer: int, name: str, purpose: str,
@@ -124,6 +131,25 @@ _crossing = library.custom_op(
     "triaxis::cross", _cross, mutates_args=(),
     schema="(Tensor x, Tensor? exact, SymInt wire, SymInt size, str op, SymInt dim, SymInt layer, str name, str purpose, str way) "
            "-> (Tensor, Tensor)")
+
+
+def _cross_(x: Tensor, exact: Tensor | None, wire: int, size: int, dim: int, layer: int, name: str, purpose: str,
+            way: str) -> Tensor:
+    y, total = wire_of(wire).run("all_reduce", x, dim=dim, exact=exact, site=(layer, name), way=way, purpose=purpose, owned=True)
+    if y is not x:
+        x.copy_(y)
+    return x.new_empty(0) if total is None else total
+
+
+_crossing_in_place = library.custom_op(
+    "triaxis::cross_", _cross_, mutates_args=("x",),
+    schema="(Tensor(a!) x, Tensor? exact, SymInt wire, SymInt size, SymInt dim, SymInt layer, str name, str purpose, str way) "
+           "-> Tensor")
+
+
+@_crossing_in_place.register_fake
+def _(x, exact, wire, size, dim, layer, name, purpose, way):
+    return x.new_empty(0) if exact is None else torch.empty_like(exact, memory_format=torch.contiguous_format)
 
 
 @_crossing.register_fake

@@ -92,6 +92,20 @@ class Taco(Nonfinite):
         self._on(out.device, "reduce")(_stacked(wires), **self._write, noise=self._noise(key), out=out,
                                        bad=self.counter(out.device, key))
 
+    def exchanges(self, x: Tensor) -> bool:
+        """Whether `exchange` takes it."""
+        return self.fused and self._read["mode"] != "coarse" and x.dtype in (torch.bfloat16, torch.float32)
+
+    def slot_bytes(self, n: int) -> int:
+        """Of a row of n elements in memory that peers read."""
+        return -(-self.nbytes(n) // 16) * 16
+
+    def exchange(self, x: Tensor, out: Tensor, slots: Tensor, flags: Tensor, rank: int, key: Key) -> None:
+        """A whole collective where ranks read each other's memory: kernels.taco_exchange."""
+        from kernels import taco_exchange
+
+        taco_exchange.exchange(x, out, slots, flags, rank, **self._write, noise=self._noise(key), bad=self.counter(x.device, key))
+
     def _on(self, device: torch.device, step: str):
         if device.type != "cuda" or not self.fused:
             return getattr(taco_reference, f"taco_{step}")
@@ -101,7 +115,6 @@ class Taco(Nonfinite):
 
     def _noise(self, key: Key) -> int | None:
         return fold(key.seed, key.step, key.micro, key.dp, *key.site, key.way, key.operand) if self.by_chance else None
-
 
     @staticmethod
     def _apart(wires: Sequence[Tensor]) -> int | None:
@@ -122,5 +135,5 @@ def _stacked(wires: Sequence[Tensor]) -> Tensor:
 
 def build(group: int = 128, mode: str = "lean", hadamard: bool = True, alpha: bool = True, format: str = "e4m3",
           target: float | None = None, rounding: str = "nearest", axis: str = "hidden", fused: bool = True,
-          min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 0, direct: bool = True, **context) -> Taco:
+          min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 1, direct: bool = True, **context) -> Taco:
     return Taco(group, mode, hadamard, alpha, format, target, rounding, axis, fused, Route(min_bytes, algorithm, depth, direct))

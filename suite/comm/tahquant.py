@@ -47,6 +47,6 @@ class TahQuant(Grouped):
         return torch.isnan(scales[..., 0]).sum()
 
 
-def build(group: int = 128, min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 0, direct: bool = True,
+def build(group: int = 128, min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 1, direct: bool = True,
           **context) -> TahQuant:
     return TahQuant(group, Route(min_bytes, algorithm, depth, direct))

@@ -77,11 +77,15 @@ class Transport:
     def parcel(self, rows: int, size: int, device: torch.device, peers: bool = True) -> Parcel | direct.Message:
         """Room for [rows, size] encoded bytes; peers: in memory that they read, where the link allows."""
         if peers and self.reads_peers(device):
-            if self._rooms is None:
-                self._rooms = direct.Rooms(self.group, self.counter)
-            self._rooms.counter = self.counter
-            return self._rooms.take(rows, size, device)
+            return self.rooms().take(rows, size, device)
         return Parcel(self, torch.empty(rows, size, dtype=torch.uint8, device=device))
+
+    def rooms(self) -> direct.Rooms:
+        """Memory that peers read; where `reads_peers` alone."""
+        if self._rooms is None:
+            self._rooms = direct.Rooms(self.group, self.counter)
+        self._rooms.counter = self.counter
+        return self._rooms
 
     def reads_peers(self, device: torch.device) -> bool:
         """Whether parcels are read where they lie."""

@@ -84,18 +84,18 @@ class Wire:
         return found
 
     def run(self, op: Op, x: Tensor, *, dim: int = 0, exact: Tensor | None = None, site: Site = (0, ""), way: Way = "forward",
-            purpose: str = "activations", key: Key | None = None) -> Result:
+            purpose: str = "activations", key: Key | None = None, owned: bool = False) -> Result:
         """Sends and waits; see `start`."""
-        return self.start(op, x, dim=dim, exact=exact, site=site, way=way, purpose=purpose, key=key).wait()
+        return self.start(op, x, dim=dim, exact=exact, site=site, way=way, purpose=purpose, key=key, owned=owned).wait()
 
     def start(self, op: Op, x: Tensor, *, dim: int = 0, exact: Tensor | None = None, site: Site = (0, ""), way: Way = "forward",
-              purpose: str = "activations", key: Key | None = None) -> Pending:
+              purpose: str = "activations", key: Key | None = None, owned: bool = False) -> Pending:
         """Starts a collective; no autograd.
 
         op: none | all_reduce (same shape) | reduce_scatter (`dim` shrinks by p) | all_gather (`dim` grows by p) | max.
         exact: a statistic of any shape, always summed over all ranks. The result has the dtype of `x`, the statistic
         max(float32, its dtype). Where p is 1 or op is none, `x` itself comes back. Every rank must make the same calls.
-        Raises WireError where p does not divide x.shape[dim] of a reduce_scatter, and where ranks come with unlike tensors.
+        owned: an all-reduce may overwrite x and give it back: it saves a copy. Raises WireError where p does not divide x.shape[dim] of a reduce_scatter, and where ranks come with unlike tensors.
         """
         with torch.no_grad():
             dim = self._check(op, x, dim, site)
@@ -118,11 +118,11 @@ class Wire:
                 if path == UNCOMPRESSED:
                     name, codec = "bf16", torch.bfloat16
             if isinstance(codec, torch.dtype):
-                value = self._native(op, x, dim, codec, name, way, purpose)
+                value = self._native(op, x, dim, codec, name, way, purpose, owned)
                 statistic = self._sum_exact(exact, way)
                 return Pending(lambda: (value(), statistic()))
             key = replace(key or self.key, site=(int(site[0]), site[1]), way=way, operand=f"{op} {self.index}")
-            return Pending(self._bytes(op, x, dim, exact, codec, way, purpose, key, path))
+            return Pending(self._bytes(op, x, dim, exact, codec, way, purpose, key, path, owned))
 
     def barrier(self) -> None:
         """Returns once every rank of the group has come here."""
@@ -158,9 +158,11 @@ class Wire:
             return UNCOMPRESSED if x.numel() * 2 < least else ""
         return self.choices.path(self.transport, codec, op, x, dim)
 
-    def _native(self, op: Op, x: Tensor, dim: int, dtype: torch.dtype, codec: str, way: Way, purpose: str) -> Callable[[], Tensor]:
+    def _native(self, op: Op, x: Tensor, dim: int, dtype: torch.dtype, codec: str, way: Way, purpose: str,
+                owned: bool) -> Callable[[], Tensor]:
         if op in ("all_reduce", "max"):
-            handle = self.transport.all_reduce(_copy(x, dtype), "max" if op == "max" else "sum")
+            mine = x if owned and x.dtype == dtype and x.is_contiguous() else _copy(x, dtype)
+            handle = self.transport.all_reduce(mine, "max" if op == "max" else "sum")
             finish = handle.wait
         elif op == "reduce_scatter":
             parts = x.unflatten(dim, (self.size, x.shape[dim] // self.size)).movedim(dim, 0)
@@ -184,14 +186,14 @@ class Wire:
         return handle.wait
 
     def _bytes(self, op: Op, x: Tensor, dim: int, exact: Tensor | None, codec: Codec, way: Way, purpose: str,
-               key: Key, path: str) -> Callable[[], Result]:
+               key: Key, path: str, owned: bool) -> Callable[[], Result]:
         statistic, elements = None, x.numel()
         across = getattr(codec, "axis", "hidden") == "token" and x.dim() > 1
         if across:
             x, dim = x.movedim(-1, 0), (dim + 1) % x.dim()
         if op == "all_reduce":
             exact = None if exact is None else exact.contiguous()
-            flight = bytewise.all_reduce(self.transport, codec, x, exact, key, path or None)
+            flight = bytewise.all_reduce(self.transport, codec, x, exact, key, path or None, owned and not across)
         else:
             if op == "reduce_scatter":
                 flight = bytewise.reduce_scatter(self.transport, codec, x, dim, key)

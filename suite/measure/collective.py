@@ -5,7 +5,7 @@ times. All runs take turns, one after the other in each repeat, so that what dis
 starts with a barrier and, on a GPU, with the L2 cache overwritten, and is warmed up before. The sum is checked first.
 
     all_reduce_gb_per_s       GB/s  2n bytes over the time of the all-reduce with the case's codec, whatever crosses
-    all_reduce_bf16_gb_per_s, all_reduce_fp32_gb_per_s     the library's own, in place, the same n values
+    all_reduce_bf16_gb_per_s, all_reduce_fp32_gb_per_s     the library's own, in place as ours, the same n values
     all_reduce_speedup        x     time of bf16's over the codec's, repeat by repeat
     ceiling_one_shot, ceiling_two_shot     x     the same of the codec's bytes moved without any codec: an all-gather of whole
                                            tensors, an all-to-all and an all-gather of shares
@@ -19,7 +19,7 @@ Codec steps are timed on rank 0 while the others wait: ranks may share a GPU. A 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,41 +30,16 @@ from suite.comm.counter import Counter
 from suite.comm.transport import Transport
 from suite.comm.wire import Wire
 from suite.measure.quantile import metric_from, quantiles
+from suite.measure.turns import timed
 from suite.mesh import Mesh
 from suite.record import CaseFailed, Metric
 from suite.seams import Codec, Key, make
 from suite.workload import models
 
-WARM = 3
-COLD = 256 * 2**20  # bytes written between two runs: more than an L2 cache holds
 CHECKED = 2**18  # values of the sum that are compared
 WRONG = 50.0  # % error of a sum that is no sum
 STRIPES = (2, 4, 8)
 NONE = "a native codec has no codes"
-
-
-def timed(runs: Mapping[str, Callable[[], object]], device: torch.device, repeats: int, barrier: Callable[[], None] | None = None,
-          prepare: Callable[[], object] | None = None) -> dict[str, list[float]]:
-    """Seconds of each run in each repeat; the runs take turns. `prepare` comes before every run and is not counted."""
-    flush = torch.empty(COLD, dtype=torch.uint8, device=device) if device.type == "cuda" else None
-    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in runs}
-    for repeat in range(WARM + repeats):
-        for name, run in runs.items():
-            if prepare is not None:
-                prepare()
-            if barrier is not None:
-                barrier()
-            if flush is not None:
-                flush.zero_()  # also keeps the device busy until the run is queued
-            began = _mark(device)
-            run()
-            ended = _mark(device)
-            if repeat >= WARM:
-                marks[name].append((began, ended))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return {name: [a.elapsed_time(b) / 1e3 for a, b in pairs] for name, pairs in marks.items()}
-    return {name: [b - a for a, b in pairs] for name, pairs in marks.items()}
 
 
 def study(case: Case, mesh: Mesh, outcome: Any) -> None:
@@ -108,6 +83,7 @@ def _checked(x: Tensor, total: Tensor, transport: Transport) -> Metric:
 
 def _collectives(x: Tensor, codec: Codec, wire: Wire, transport: Transport, repeats: int) -> list[Metric]:
     buffers = {dtype: x.to(dtype, copy=True) for dtype in (torch.bfloat16, torch.float32)}
+    mine = x.clone()
     runs: dict[str, Callable[[], object]] = {
         "bf16": lambda: transport.all_reduce(buffers[torch.bfloat16]).wait(),
         "fp32": lambda: transport.all_reduce(buffers[torch.float32]).wait(),
@@ -118,23 +94,23 @@ def _collectives(x: Tensor, codec: Codec, wire: Wire, transport: Transport, repe
         rows = torch.zeros(transport.size, codec.nbytes(-(-share // group) * group), dtype=torch.uint8, device=x.device)
         whole = rows.flatten()
         runs |= {
-            "codec": lambda: wire.run("all_reduce", x)[0],
+            "codec": lambda: wire.run("all_reduce", mine, owned=True)[0],
             "one_shot": lambda: transport.all_gather(whole).wait(),
             "two_shot": lambda: (transport.all_to_all(rows).wait(), transport.all_gather(rows[0]).wait()),
         }
     elif codec.native not in buffers:
-        runs["codec"] = lambda: wire.run("all_reduce", x)[0]
+        runs["codec"] = lambda: wire.run("all_reduce", mine, owned=True)[0]
 
     def fresh() -> None:  # sums in place would grow without end
-        for buffer in buffers.values():
+        for buffer in (*buffers.values(), mine):
             buffer.copy_(x)
 
     times = timed(runs, x.device, repeats, transport.barrier, fresh)
-    mine = times.get("codec") or times["bf16" if codec.native == torch.bfloat16 else "fp32"]
+    ours = times.get("codec") or times["bf16" if codec.native == torch.bfloat16 else "fp32"]
     found = [metric_from([x.numel() * 2 / t / 1e9 for t in taken], name, "GB/s")
-             for name, taken in (("all_reduce_gb_per_s", mine), ("all_reduce_bf16_gb_per_s", times["bf16"]),
+             for name, taken in (("all_reduce_gb_per_s", ours), ("all_reduce_bf16_gb_per_s", times["bf16"]),
                                  ("all_reduce_fp32_gb_per_s", times["fp32"]))]
-    found.append(metric_from([b / t for b, t in zip(times["bf16"], mine)], "all_reduce_speedup", "x"))
+    found.append(metric_from([b / t for b, t in zip(times["bf16"], ours)], "all_reduce_speedup", "x"))
     for name in ("one_shot", "two_shot"):
         found.append(metric_from([b / t for b, t in zip(times["bf16"], times[name])], f"ceiling_{name}", "x") if name in times
                      else Metric(f"ceiling_{name}", None, "x", reason=NONE))
@@ -172,11 +148,3 @@ def codec_speed(codec: Codec, x: Tensor, repeats: int) -> list[Metric]:
     copied = quantiles(rates["copy"])[0]
     found += [metric_from([100 * rate / copied for rate in rates[name]], f"{name}_share", "%") for name in runs if name != "copy"]
     return found
-
-
-def _mark(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event

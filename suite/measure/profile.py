@@ -4,8 +4,8 @@
     comm_exposed    the part of it in which no other kernel ran on the GPU / time of the step
 
 Times are unions of intervals, clipped to the step: two messages at once count once. On a GPU a message is an NCCL kernel, a
-copy between two GPUs or, with gloo, the library's own range; on the CPU a c10d or gloo range, which lasts from the call to
-the completion. Waiting for a slower rank is part of it.
+copy between two GPUs, a kernel that codes and reads peers' memory in one, or, with gloo, the library's own range; on the CPU
+a c10d or gloo range, which lasts from the call to the completion. Waiting for a slower rank is part of it.
 """
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from suite.record import Metric
 STEP = "triaxis_profiled_step"
 # NCCL up to 2.18 ncclKernel_AllReduce_RING_LL_..., then ncclDevKernel_..., symmetric memory ncclSymkDevKernel_...
 NCCL = re.compile(r"^(void )?nccl\w*Kernel")
+PEERS = re.compile(r"^exchange_kernel")  # kernels/taco_exchange.py: waiting, transport and both halves of the codec
 RANGE = re.compile(r"^(gloo:|c10d::)")
 
 Interval = tuple[float, float]
@@ -45,7 +46,7 @@ class Event:
 def is_communication(event: Event, gpu: bool) -> bool:
     """gpu: the run's device is a GPU. There c10d's ranges only launch, while gloo's own last as long as the message."""
     if event.gpu:
-        return bool(NCCL.match(event.name)) or event.name.startswith("Memcpy PtoP")
+        return bool(NCCL.match(event.name) or PEERS.match(event.name)) or event.name.startswith("Memcpy PtoP")
     return event.name.startswith("gloo:") or (not gpu and bool(RANGE.match(event.name)))
 
 
