@@ -78,8 +78,11 @@ class Launch:
         if not isinstance(self.constants, Kept) or not arch:
             self._first(self.constants_at(arch))
             return
-        device = torch.cuda.current_device()
-        place = self.kernel, self.constants, self.warps, device, *map(_specialised, self.arguments.values())
+        # an address in place of a tensor: Triton's launcher would ask for it, and the driver whether it is the device's
+        given = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in self.arguments.items()}
+        place = self.kernel, self.constants, self.warps, torch.cuda.current_device(), *(
+            (value.dtype, given[name] % ALIGNED == 0) if isinstance(value, Tensor) else _specialised(value)
+            for name, value in self.arguments.items())
         found = _compiled.get(place)
         if found is None:
             constants = self.constants_at(arch)
@@ -91,7 +94,7 @@ class Launch:
         made, fixed, free = found
         values = list(fixed)
         for at, name in free:
-            values[at] = self.arguments[name]
+            values[at] = given[name]
         made[self.grid if len(self.grid) == 3 else (*self.grid, 1, 1)[:3]](*values)
 
     def _first(self, constants: Mapping[str, Any]) -> Any:
@@ -138,7 +141,10 @@ class Launch:
 
 def _present() -> int:
     """The architecture of the current GPU, 0 where there is none."""
-    return _architecture(torch.cuda.current_device()) if torch.cuda.is_available() else 0
+    return _architecture(torch.cuda.current_device()) if _available() else 0
+
+
+_available = cache(torch.cuda.is_available)
 
 
 @cache
@@ -148,9 +154,7 @@ def _architecture(device: int) -> int:
 
 
 def _specialised(value: Any) -> Any:
-    """At least what Triton compiles anew for: types, addresses and integers that divide by 16, the number 1."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % ALIGNED == 0
+    """At least what Triton compiles anew for, of a number: its type, whether it divides by 16, the number 1."""
     return (value == 1, value % ALIGNED == 0, -2**31 <= value < 2**31) if type(value) is int else (type(value), value)
 
 

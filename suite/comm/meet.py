@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from suite.comm.wire import Wire, wire_of
+from suite.opaque import opaque
 from suite.seams import Op, Site, Way
 
 EXACT_GRADS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {}
@@ -116,9 +117,9 @@ def _operation(*arguments) -> tuple[Tensor, Tensor]:
         return _cross(*arguments)
     x, exact, wire, size, op, *rest = arguments
     if op != "all_reduce":
-        return torch.ops.triaxis.cross(*arguments)
+        return _crossing(*arguments)
     y = x.clone(memory_format=torch.contiguous_format)
-    return y, torch.ops.triaxis.cross_(y, exact, wire, size, *rest)
+    return y, _crossing_in_place(y, exact, wire, size, *rest)
 
 
 def _cross(x: Tensor, exact: Tensor | None, wire: int, size: int, op: str, dim: int, layer: int, name: str, purpose: str,
@@ -127,10 +128,17 @@ def _cross(x: Tensor, exact: Tensor | None, wire: int, size: int, op: str, dim: 
     return y, x.new_empty(0) if total is None else total
 
 
-_crossing = library.custom_op(
-    "triaxis::cross", _cross, mutates_args=(),
-    schema="(Tensor x, Tensor? exact, SymInt wire, SymInt size, str op, SymInt dim, SymInt layer, str name, str purpose, str way) "
-           "-> (Tensor, Tensor)")
+def _shape(x, exact, wire, size, op, dim, layer, name, purpose, way):
+    shape = list(x.shape)
+    if op == "all_gather":
+        shape[dim] = shape[dim] * size
+    elif op == "reduce_scatter":
+        shape[dim] = shape[dim] // size
+    return x.new_empty(shape), _total(x, exact)
+
+
+def _total(x, exact, *_):
+    return x.new_empty(0) if exact is None else torch.empty_like(exact, memory_format=torch.contiguous_format)
 
 
 def _cross_(x: Tensor, exact: Tensor | None, wire: int, size: int, dim: int, layer: int, name: str, purpose: str,
@@ -141,22 +149,6 @@ def _cross_(x: Tensor, exact: Tensor | None, wire: int, size: int, dim: int, lay
     return x.new_empty(0) if total is None else total
 
 
-_crossing_in_place = library.custom_op(
-    "triaxis::cross_", _cross_, mutates_args=("x",),
-    schema="(Tensor(a!) x, Tensor? exact, SymInt wire, SymInt size, SymInt dim, SymInt layer, str name, str purpose, str way) "
-           "-> Tensor")
-
-
-@_crossing_in_place.register_fake
-def _(x, exact, wire, size, dim, layer, name, purpose, way):
-    return x.new_empty(0) if exact is None else torch.empty_like(exact, memory_format=torch.contiguous_format)
-
-
-@_crossing.register_fake
-def _(x, exact, wire, size, op, dim, layer, name, purpose, way):
-    shape = list(x.shape)
-    if op == "all_gather":
-        shape[dim] = shape[dim] * size
-    elif op == "reduce_scatter":
-        shape[dim] = shape[dim] // size
-    return x.new_empty(shape), x.new_empty(0) if exact is None else torch.empty_like(exact, memory_format=torch.contiguous_format)
+_MESSAGE = "SymInt dim, SymInt layer, str name, str purpose, str way"
+_crossing = opaque("cross", f"(Tensor x, Tensor? exact, SymInt wire, SymInt size, str op, {_MESSAGE}) -> (Tensor, Tensor)", _cross, _shape)
+_crossing_in_place = opaque("cross_", f"(Tensor(a!) x, Tensor? exact, SymInt wire, SymInt size, {_MESSAGE}) -> Tensor", _cross_, _total)
