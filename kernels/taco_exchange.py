@@ -6,10 +6,11 @@
 
     r, out rows   1, 1  one-shot all-reduce      p, 1 (row: this rank's index)  reduce-scatter      1, p  all-gather
 
-Program b of every rank holds the same tiles, so that it need wait for the programs b of its peers alone: tiles that were
-encoded early cross while others are still encoded, and bytes that crossed are stored nowhere. Programs meet through flags, int32
-[p, WIDTH] on each rank: program b of rank i sets flag [i, b] of rank j from 0 to 1, rank j sets it back. Released and acquired at
-system scope, as writes to a slot must be seen over the link; nothing is left over for the next call, also in a CUDA graph.
+Program b of every rank holds the same tiles, so that it need wait for the programs b of its peers alone. It takes them in
+rounds: while a round is encoded the one before crosses, read by other programs of the same multiprocessor, and bytes that crossed
+are stored nowhere. Programs meet through flags, int32 [p, ROUNDS, WIDTH] on each rank: having written round k, program b of rank i
+adds one to flag [i, k, b] of every other rank, which takes it away again when it reads. Released and acquired at system scope, as
+writes to a slot must be seen over the link; flags are zeros after a call, also in a CUDA graph.
 Tiles, modes and numbers are those of kernels/taco.py; mode coarse, which needs two passes, has no such kernel.
 """
 from __future__ import annotations
@@ -25,43 +26,49 @@ from torch import Tensor
 
 from kernels.float8 import from_code
 from kernels.launch import Kept, Launch
-from kernels.taco import MODES, WARPS, WIDEST, _by_arch, _format, _grid, _halves, _transform, matrix
+from kernels.taco import MODES, TILE, WARPS, WIDEST, _by_arch, _format, _grid, _halves, _transform, matrix
 from kernels.taco_reference import FORMATS, checked, groups_of, nbytes
 from kernels.taco_tile import LEAN, butterflies, factors, fetched, product, scales, write
 
-WIDTH = 1024  # flags of a peer: the most programs of a call
+WIDTH = 1024  # the most programs of a call
+ROUNDS = 8  # the most rounds
+ROUND = 4  # tiles of a program in a round
 PER_PROCESSOR = 2
 WHOLE_CALL, WRITE, READ = 0, 1, 2  # phases: both and the meeting between them, or one of them alone
 _WRITE, _READ = tl.constexpr(WRITE), tl.constexpr(READ)
 
 
 @triton.jit
-def flag_of(flags, rank, row, WIDTH: tl.constexpr):
-    """This program's flag [row] on a rank."""
-    return tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + row * WIDTH + tl.program_id(0)
+def flag_of(flags, rank, row, number, ROUNDS: tl.constexpr, WIDTH: tl.constexpr):
+    """This program's flag [row, number] on a rank."""
+    return tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + (row * ROUNDS + number) * WIDTH + tl.program_id(0)
 
 
 @triton.jit
-def meet(flags, me, PEERS: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns once the same program of every rank has come here; what they wrote before can be read after."""
+def tell(flags, me, number, PEERS: tl.constexpr, ROUNDS: tl.constexpr, WIDTH: tl.constexpr):
+    """What this program has written can be read by the same program of every other rank."""
     tl.debug_barrier()
     for rank in tl.static_range(PEERS):
         if rank != me:
-            flag = flag_of(flags, rank, me, WIDTH)
-            while tl.atomic_cas(flag, 0, 1, sem="release", scope="sys") != 0:
-                pass
+            tl.atomic_add(flag_of(flags, rank, me, number, ROUNDS, WIDTH), 1, sem="release", scope="sys")
+
+
+@triton.jit
+def await_peers(flags, me, number, PEERS: tl.constexpr, ROUNDS: tl.constexpr, WIDTH: tl.constexpr):
+    """Returns once the same program of every other rank has told."""
     for rank in tl.static_range(PEERS):
         if rank != me:
-            flag = flag_of(flags, me, rank, WIDTH)
-            while tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys") != 1:
+            flag = flag_of(flags, me, rank, number, ROUNDS, WIDTH)
+            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 1:
                 pass
+            tl.atomic_add(flag, -1, sem="relaxed", scope="gpu")
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "n", "groups", "me", "row"])
-def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_high, n, groups, me, row, x_stride, slot_stride,
-                    out_stride, ROWS: tl.constexpr, G: tl.constexpr, LOG_G: tl.constexpr, K: tl.constexpr, SENT: tl.constexpr,
-                    SUM: tl.constexpr, PEERS: tl.constexpr, WIDTH: tl.constexpr, PHASE: tl.constexpr, HADAMARD: tl.constexpr,
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "n", "groups", "me", "row", "rounds"])
+def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_high, n, groups, me, row, rounds, x_stride,
+                    slot_stride, out_stride, ROWS: tl.constexpr, G: tl.constexpr, LOG_G: tl.constexpr, K: tl.constexpr, SENT: tl.constexpr,
+                    SUM: tl.constexpr, PEERS: tl.constexpr, ROUNDS: tl.constexpr, WIDTH: tl.constexpr, PHASE: tl.constexpr, HADAMARD: tl.constexpr,
                     PRODUCT: tl.constexpr, READ_PRODUCT: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr,
                     READ_NORM: tl.constexpr, MODE: tl.constexpr, ALPHA: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
                     BITS: tl.constexpr, LOWEST: tl.constexpr, CHANCE: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
@@ -70,68 +77,79 @@ def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_
     here = tl.arange(0, ROWS)[:, None] * G + tl.arange(0, G)[None, :]
     part = tl.arange(0, ROWS)[:, None] * G + k[None, :]
     size = groups.to(tl.int64) * G
-    if PHASE != _READ:
-        h = tl.load(encoder + (k[:, None] * K + k[None, :])) if PRODUCT else 0
-        mine = tl.multiple_of(tl.load(slots + me).to(tl.pointer_type(tl.uint8)), 16)
-        for sent_row in tl.static_range(SENT):
-            source = x + sent_row * x_stride
-            wire = mine + sent_row * slot_stride
-            for tile in tl.range(tl.program_id(0), tl.cdiv(groups, ROWS), tl.num_programs(0), num_stages=STAGES):
+    mine = tl.multiple_of(tl.load(slots + me).to(tl.pointer_type(tl.uint8)), 16)
+    tiles = tl.cdiv(groups, ROWS)
+    step = tl.num_programs(0)
+    length = tl.cdiv(tl.cdiv(tiles, step), rounds) * step
+    for number in tl.range(0, rounds + 1):
+        if PHASE != _READ:
+            h = tl.load(encoder + (k[:, None] * K + k[None, :])) if PRODUCT else 0
+            first = number * length
+            last = tl.minimum(first + length, tiles)  # none in the last round, where the one before is read
+            for sent_row in tl.static_range(SENT):
+                source = x + sent_row * x_stride
+                wire = mine + sent_row * slot_stride
+                for tile in tl.range(first + tl.program_id(0), last, step, num_stages=STAGES):
+                    start = tile * ROWS
+                    place = start + tl.arange(0, ROWS)
+                    inside = place < groups
+                    base = start.to(tl.int64) * G
+                    left = n - base
+                    sent = 0.0
+                    if MODE == LEAN:
+                        if PRODUCT:
+                            y = product(source + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE)
+                        else:
+                            y = fetched(source + base, here, left, inside, WHOLE, FULL).to(tl.float32)
+                            if HADAMARD:
+                                y = butterflies(y * NORM, ROWS, G, 0, LOG_G)
+                    else:
+                        y = fetched(source + base, here, left, inside, WHOLE, FULL).to(tl.float32)
+                        pre, sent = factors(y, MODE, ALPHA, TOP, G)
+                        pre *= NORM
+                        if PRODUCT:
+                            y = product(source + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE)
+                            y *= pre[:, None]
+                        else:
+                            y *= pre[:, None]
+                            if HADAMARD:
+                                y = butterflies(y, ROWS, G, 0, LOG_G)
+                    write(y, sent, wire, place, inside, here, groups, base, sent_row * size + base, bad, None, seed_low, seed_high,
+                          ROWS, G, MODE, False, TOP, TOP_CODE, BITS, LOWEST, CHANCE, FULL, HARDWARE)
+        if PHASE != _READ and PHASE != _WRITE:
+            if number < rounds:
+                tell(flags, me, number, PEERS, ROUNDS, WIDTH)
+            if number > 0:
+                await_peers(flags, me, number - 1, PEERS, ROUNDS, WIDTH)
+        if PHASE != _WRITE:
+            g = tl.load(decoder + (k[:, None] * K + k[None, :])) if READ_PRODUCT else 0
+            first = tl.maximum(number - 1, 0) * length
+            last = tl.where(number > 0, tl.minimum(first + length, tiles), 0)
+            for tile in tl.range(first + tl.program_id(0), last, step, num_stages=STAGES):
                 start = tile * ROWS
                 place = start + tl.arange(0, ROWS)
                 inside = place < groups
                 base = start.to(tl.int64) * G
                 left = n - base
-                sent = 0.0
-                if MODE == LEAN:
-                    if PRODUCT:
-                        y = product(source + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE)
+                total = tl.zeros([ROWS, G], tl.float32)
+                for rank in tl.static_range(PEERS):
+                    wire = tl.multiple_of(tl.load(slots + rank).to(tl.pointer_type(tl.uint8)), 16) + row * slot_stride
+                    if READ_PRODUCT:
+                        value = product(wire + base, part, left, inside, g, False, K, G // K, True, FULL, BITS, LOWEST, HARDWARE)
                     else:
-                        y = fetched(source + base, here, left, inside, WHOLE, FULL).to(tl.float32)
-                        if HADAMARD:
-                            y = butterflies(y * NORM, ROWS, G, 0, LOG_G)
-                else:
-                    y = fetched(source + base, here, left, inside, WHOLE, FULL).to(tl.float32)
-                    pre, sent = factors(y, MODE, ALPHA, TOP, G)
-                    pre *= NORM
-                    if PRODUCT:
-                        y = product(source + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE)
-                        y *= pre[:, None]
+                        value = from_code(fetched(wire + base, here, left, inside, True, FULL), tl.float32, BITS, LOWEST, HARDWARE)
+                    scale = scales((wire + size).to(tl.pointer_type(tl.float32)), place, inside, groups, MODE) * READ_NORM
+                    value *= scale[:, None]
+                    if SUM:
+                        total = value if rank == 0 else total + value
                     else:
-                        y *= pre[:, None]
-                        if HADAMARD:
-                            y = butterflies(y, ROWS, G, 0, LOG_G)
-                write(y, sent, wire, place, inside, here, groups, base, sent_row * size + base, bad, None, seed_low, seed_high,
-                      ROWS, G, MODE, False, TOP, TOP_CODE, BITS, LOWEST, CHANCE, FULL, HARDWARE)
-    if PHASE != _READ and PHASE != _WRITE:
-        meet(flags, me, PEERS, WIDTH)
-    if PHASE != _WRITE:
-        g = tl.load(decoder + (k[:, None] * K + k[None, :])) if READ_PRODUCT else 0
-        for tile in tl.range(tl.program_id(0), tl.cdiv(groups, ROWS), tl.num_programs(0), num_stages=STAGES):
-            start = tile * ROWS
-            place = start + tl.arange(0, ROWS)
-            inside = place < groups
-            base = start.to(tl.int64) * G
-            left = n - base
-            total = tl.zeros([ROWS, G], tl.float32)
-            for rank in tl.static_range(PEERS):
-                wire = tl.multiple_of(tl.load(slots + rank).to(tl.pointer_type(tl.uint8)), 16) + row * slot_stride
-                if READ_PRODUCT:
-                    value = product(wire + base, part, left, inside, g, False, K, G // K, True, FULL, BITS, LOWEST, HARDWARE)
-                else:
-                    value = from_code(fetched(wire + base, here, left, inside, True, FULL), tl.float32, BITS, LOWEST, HARDWARE)
-                scale = scales((wire + size).to(tl.pointer_type(tl.float32)), place, inside, groups, MODE) * READ_NORM
-                value *= scale[:, None]
+                        if HADAMARD and not READ_PRODUCT:
+                            value = butterflies(value, ROWS, G, 0, LOG_G)
+                        put(value, out + rank * out_stride + base, here, left, inside, WHOLE, FULL)
                 if SUM:
-                    total = value if rank == 0 else total + value
-                else:
                     if HADAMARD and not READ_PRODUCT:
-                        value = butterflies(value, ROWS, G, 0, LOG_G)
-                    put(value, out + rank * out_stride + base, here, left, inside, WHOLE, FULL)
-            if SUM:
-                if HADAMARD and not READ_PRODUCT:
-                    total = butterflies(total, ROWS, G, 0, LOG_G)
-                put(total, out + base, here, left, inside, WHOLE, FULL)
+                        total = butterflies(total, ROWS, G, 0, LOG_G)
+                    put(total, out + base, here, left, inside, WHOLE, FULL)
 
 
 @triton.jit
@@ -161,13 +179,14 @@ def _exchanging(sent: int, received: int, n: int, peers: int, dtype: torch.dtype
     encoder = matrix(width, dtype, norm if mode == "lean" else 1.0, False, device) if write_product else None
     decoder = matrix(width, torch.float16, 1.0, True, device) if read_product else None
     constants = Kept({"G": group} | _transform(group) | _format(format) | {
-        "SENT": sent, "SUM": received == 1, "PEERS": peers, "WIDTH": WIDTH, "PHASE": phase, "HADAMARD": hadamard,
+        "SENT": sent, "SUM": received == 1, "PEERS": peers, "ROUNDS": ROUNDS, "WIDTH": WIDTH, "PHASE": phase, "HADAMARD": hadamard,
         "PRODUCT": write_product, "READ_PRODUCT": read_product, "WHOLE": whole, "NORM": norm,
         "READ_NORM": 1.0 / math.sqrt(group) if hadamard and mode != "lean" else 1.0, "MODE": MODES[mode], "ALPHA": alpha,
         "TOP": top, "TOP_CODE": FORMATS[format].top, "CHANCE": chance})
     by_arch = _by_arch(groups, group, whole, write_product or read_product, peers if received == 1 else 1, True)
-    (programs, _) = _grid(groups, group, 1, device, PER_PROCESSOR)
-    return (min(programs, WIDTH),), constants, by_arch, encoder, decoder, groups
+    programs = min(_grid(groups, group, 1, device, PER_PROCESSOR)[0], WIDTH)
+    rounds = min(ROUNDS, max(1, groups * group // (programs * ROUND * TILE)))
+    return (programs,), constants, by_arch, encoder, decoder, groups, rounds
 
 
 def exchange_launch(x: Tensor, out: Tensor, slots: Tensor, flags: Tensor, rank: int, group: int = 128, *, mode: str = "lean",
@@ -178,11 +197,11 @@ def exchange_launch(x: Tensor, out: Tensor, slots: Tensor, flags: Tensor, rank: 
     if mode == "coarse":
         raise ValueError("taco: mode coarse takes two passes: no exchange in one kernel")
     (sent, n), peers = x.shape, len(slots)
-    grid, constants, by_arch, encoder, decoder, groups = _exchanging(
+    grid, constants, by_arch, encoder, decoder, groups, rounds = _exchanging(
         sent, len(out), n, peers, x.dtype, out.dtype == torch.float32 and len(out) == 1, x.device, group, mode, hadamard, alpha, format,
         target, noise is not None, product, phase)
     arguments = {"x": x, "out": out, "slots": slots, "flags": flags, "bad": bad, "encoder": encoder, "decoder": decoder,
-                 **_halves(noise), "n": n, "groups": groups, "me": rank, "row": rank if sent > 1 else 0, "x_stride": x.stride(0),
+                 **_halves(noise), "n": n, "groups": groups, "me": rank, "row": rank if sent > 1 else 0, "rounds": rounds, "x_stride": x.stride(0),
                  "slot_stride": slot_bytes(n, group, mode), "out_stride": out.stride(0)}
     return Launch(exchange_kernel, grid, arguments, constants, WARPS, by_arch)
 
@@ -195,7 +214,7 @@ def slot_bytes(n: int, group: int = 128, mode: str = "lean") -> int:
 def exchange(x: Tensor, out: Tensor, slots: Tensor, flags: Tensor, rank: int, group: int = 128, **options: Any) -> Tensor:
     """The collective of the module docstring on this rank; x [r, n] and out [1 or p, n] bfloat16 or float32, rows contiguous.
 
-    slots, flags: int64 [p], addresses of the ranks' slots [r, slot_bytes(n)] and flags int32 [p, WIDTH], all zeros before the
+    slots, flags: int64 [p], addresses of the ranks' slots [r, slot_bytes(n)] and flags int32 [p, ROUNDS, WIDTH], all zeros before the
     first call. A slot must not be written before its readers are done: two slots in turn suffice, since a rank that met its
     peers in the call between knows that they have read. Every rank must call with the same shapes and options; one that does
     not come lets the others wait. Options as in kernels.taco.encode.

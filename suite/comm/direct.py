@@ -100,9 +100,9 @@ class Rooms:
 
     def _turn(self, nbytes: int, device: torch.device) -> Turn:
         if self.flags is None:
-            from kernels.taco_exchange import WIDTH
+            from kernels.taco_exchange import ROUNDS, WIDTH
 
-            self.raised = self._symmetric(4 * WIDTH * self.group.size, device)
+            self.raised = self._symmetric(4 * ROUNDS * WIDTH * self.group.size, device)
             self.raised.whole.zero_()
             self.flags = self._places(self.raised)
             self.raised.handle.barrier()
