@@ -9,7 +9,8 @@
 A program holds a tile of whole groups, [ROWS, G], and takes the next one `programs` further on. H is done in one of two ways:
     butterfly   a + b, a - b over strides 1, 2, ..., G/2 in float32: the reference's bits
     product     tiles times the constant ±1 matrix of min(G, 128) on tensor cores (exact inputs, float32 sums), then the
-                butterflies of the remaining strides: for bfloat16 values and codes, which that format holds exactly. The
+                butterflies of the remaining strides: for bfloat16 values and codes, which that format holds exactly. Of a
+                group of 256 both halves are rows of one product, 8 apart (FOLD), where the same thread holds both. The
                 order of its sums is the hardware's: at most a code in 10,000 differs, by one step
 Mode coarse has one scale a row and so two passes: each group's alpha and the row's largest |y|, then the codes.
 
@@ -32,9 +33,8 @@ from kernels.taco_reference import FORMATS, Format, checked, groups_of, nbytes
 from kernels.taco_tile import COARSE, LEAN, PAPER, QUOTIENT, butterflies, factors, fetched, product, scales, write
 from kernels.wires import decoded, encoded, fits, reduced, rows_of
 
-# elements a program holds at a time: where there is a product, where there is none, where registers would not suffice; and
-# of a group of several products on sm_90, whose smallest takes 64 rows
-TILE, TILE_PLAIN, TILE_SMALL, TILE_WIDE = 8192, 4096, 2048, 16384
+# elements a program holds at a time: where there is a product, where there is none, where registers would not suffice
+TILE, TILE_PLAIN, TILE_SMALL = 8192, 4096, 2048
 WARPS = 4
 STAGES = 3  # tiles under way
 PER_PROCESSOR, PER_PROCESSOR_READ, PER_PROCESSOR_PLAIN = 2, 3, 4  # programs a multiprocessor: encode, decode, no H
@@ -49,7 +49,7 @@ def encode_kernel(x, wire, bad, peaks, matrix, seed_low, seed_high, n, groups, x
                   G: tl.constexpr, LOG_G: tl.constexpr, K: tl.constexpr, HADAMARD: tl.constexpr, PRODUCT: tl.constexpr,
                   WHOLE: tl.constexpr, NORM: tl.constexpr, MODE: tl.constexpr, SECOND: tl.constexpr, ALPHA: tl.constexpr,
                   TOP: tl.constexpr, TOP_CODE: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, CHANCE: tl.constexpr,
-                  FULL: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr):
+                  FULL: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr, FOLD: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     x += row * x_stride
     wire += row * wire_stride
@@ -67,7 +67,7 @@ def encode_kernel(x, wire, bad, peaks, matrix, seed_low, seed_high, n, groups, x
         sent = 0.0
         if MODE != PAPER and MODE != COARSE:
             if PRODUCT:
-                y = product(x + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE)
+                y = product(x + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE, FOLD)
             else:
                 y = fetched(x + base, here, left, inside, WHOLE, FULL).to(tl.float32)
                 if HADAMARD:
@@ -77,7 +77,8 @@ def encode_kernel(x, wire, bad, peaks, matrix, seed_low, seed_high, n, groups, x
             pre, sent = factors(y, MODE, ALPHA, TOP, G)
             pre *= NORM
             if PRODUCT:
-                y = product(x + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE) * pre[:, None]
+                y = product(x + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE,
+                            FOLD) * pre[:, None]
             else:
                 y *= pre[:, None]
                 if HADAMARD:
@@ -90,7 +91,7 @@ def encode_kernel(x, wire, bad, peaks, matrix, seed_low, seed_high, n, groups, x
 def decode_kernel(wire, out, matrix, n, groups, stripe, wire_stride, out_stride, ROWS: tl.constexpr, G: tl.constexpr,
                   LOG_G: tl.constexpr, K: tl.constexpr, STRIPES: tl.constexpr, HADAMARD: tl.constexpr, PRODUCT: tl.constexpr,
                   WHOLE: tl.constexpr, NORM: tl.constexpr, MODE: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr,
-                  FULL: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr):
+                  FULL: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr, FOLD: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     wire += row * wire_stride
     out += row * out_stride
@@ -105,11 +106,12 @@ def decode_kernel(wire, out, matrix, n, groups, stripe, wire_stride, out_stride,
         inside = place < groups
         base = start.to(tl.int64) * G
         left = n - base
+        held = size - base
         source = wire
         total = tl.zeros([ROWS, G], tl.float32)
         for r in tl.static_range(STRIPES):
             if PRODUCT:
-                value = product(source + base, part, left, inside, h, False, K, G // K, True, FULL, BITS, LOWEST, HARDWARE)
+                value = product(source + base, part, held, inside, h, False, K, G // K, True, FULL, BITS, LOWEST, HARDWARE, FOLD)
             else:
                 value = from_code(fetched(source + base, here, left, inside, True, FULL), tl.float32, BITS, LOWEST, HARDWARE)
             scale = scales((source + size).to(tl.pointer_type(tl.float32)), place, inside, groups, MODE) * NORM
@@ -192,16 +194,17 @@ def _by_arch(groups: int, group: int, whole: bool, product: bool = False, stripe
     def rows(arch: int) -> int:
         if not product:
             tile = TILE_PLAIN if stripes < MANY else TILE_SMALL
-        elif arch == 90 and group == 2 * WIDEST and stripes == 1:
-            tile = TILE_WIDE
         else:
             tile = TILE_SMALL if small and arch >= 100 else TILE
         return max(1, tile // group)
 
-    def stages(arch: int) -> int:
-        return 2 if product and (stripes > 2 or group > WIDEST) else STAGES
+    def fold(arch: int) -> bool:
+        return product and stripes == 1 and group == 2 * WIDEST and arch < 100 and rows(arch) % 8 == 0
 
-    return {"HARDWARE": lambda arch: arch >= HARDWARE, "ROWS": rows, "STAGES": stages,
+    def stages(arch: int) -> int:
+        return 2 if product and (stripes > 2 or (group > WIDEST and not fold(arch))) else STAGES
+
+    return {"HARDWARE": lambda arch: arch >= HARDWARE, "ROWS": rows, "STAGES": stages, "FOLD": fold,
             "FULL": lambda arch: whole and groups % rows(arch) == 0}
 
 
@@ -256,7 +259,7 @@ def decoding(rows: int, n: int, groups: int, dtype: torch.dtype, device: torch.d
     constants = Kept({"G": group} | _transform(group) | _numbers(numbers) | {
         "STRIPES": stripes, "HADAMARD": hadamard, "PRODUCT": product, "WHOLE": whole, "NORM": norm, "MODE": MODES[mode]})
     by_arch = _by_arch(groups, group, whole, product, stripes, group > WIDEST or stripes > 1 or dtype == torch.float32)
-    per = PER_PROCESSOR_PLAIN if not hadamard else PER_PROCESSOR_READ if stripes == 1 and group <= WIDEST else PER_PROCESSOR
+    per = PER_PROCESSOR_PLAIN if not hadamard else PER_PROCESSOR_READ if stripes == 1 and group <= 2 * WIDEST else PER_PROCESSOR
     return _grid(groups, group, rows, device, per), constants, by_arch, h
 
 
@@ -287,7 +290,9 @@ def reducing(stripes: int, groups: int, device: torch.device, group: int, mode: 
         "STRIPES": stripes, "MODE": MODES[mode], "SECOND": second, "ALPHA": alpha, "TOP": top, "TOP_CODE": numbers.top,
         "CHANCE": chance})
     grid = _grid(groups, group, 1, device, PER_PROCESSOR_PLAIN * (1 if stripes < MANY else 2))
-    return grid[:1], constants, _by_arch(groups, group, True, False, stripes)
+    by_arch = _by_arch(groups, group, True, False, stripes)
+    del by_arch["FOLD"]
+    return grid[:1], constants, by_arch
 
 
 def reduce_launch(wires: Tensor, out: Tensor, group: int = 128, *, mode: str = "lean", alpha: bool = True, format: str = "e4m3",

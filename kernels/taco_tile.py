@@ -47,8 +47,19 @@ def fetched(x, here, left, inside, WHOLE: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def product(x, here, left, inside, h, FLOAT: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
-            FULL: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, HARDWARE: tl.constexpr):
+            FULL: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, HARDWARE: tl.constexpr, FOLD: tl.constexpr):
     """Values, or codes where not FLOAT, at x, times H: [ROWS, PARTS · K]. here [ROWS, K]: the first of the PARTS."""
+    if FOLD:
+        y = folded(x, here, left, h, FLOAT, K, FULL, BITS, LOWEST, HARDWARE)
+    else:
+        y = unfolded(x, here, left, inside, h, FLOAT, K, PARTS, WHOLE, FULL, BITS, LOWEST, HARDWARE)
+    return y
+
+
+@triton.jit
+def unfolded(x, here, left, inside, h, FLOAT: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
+             FULL: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, HARDWARE: tl.constexpr):
+    """`product` of one part after the other."""
     y = tl.dot(operand(x, here, left, inside, h, FLOAT, WHOLE, FULL, BITS, LOWEST, HARDWARE), h, input_precision="ieee")
     if PARTS > 1:
         z = tl.dot(operand(x + K, here, left - K, inside, h, FLOAT, WHOLE, FULL, BITS, LOWEST, HARDWARE), h, input_precision="ieee")
@@ -63,6 +74,20 @@ def product(x, here, left, inside, h, FLOAT: tl.constexpr, K: tl.constexpr, PART
             high = beside(u + v, u - v)
             y = beside(low + high, low - high)
     return y
+
+
+@triton.jit
+def folded(x, here, left, h, FLOAT: tl.constexpr, K: tl.constexpr, FULL: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr,
+           HARDWARE: tl.constexpr):
+    """`product` of two parts as one, of [2 ROWS, K]: first halves of 8 groups, their second halves, and so on. Rows that lie 8
+    apart are the same thread's in a product of tensor cores. left: elements from x on that exist."""
+    ROWS: tl.constexpr = here.shape[0]
+    row = tl.arange(0, 2 * ROWS)
+    place = (row // 16 * 8 + row % 8) * (2 * K) + row // 8 % 2 * K
+    halves = place[:, None] + tl.arange(0, K)[None, :]
+    y = tl.dot(operand(x, halves, left, None, h, FLOAT, False, FULL, BITS, LOWEST, HARDWARE), h, input_precision="ieee")
+    a, b = tl.split(tl.permute(tl.reshape(y, (ROWS // 8, 2, 8, K)), (0, 2, 3, 1)))
+    return beside(tl.reshape(a + b, (ROWS, K)), tl.reshape(a - b, (ROWS, K)))
 
 
 @triton.jit
