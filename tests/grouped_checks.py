@@ -29,7 +29,7 @@ def rows(n: int, device: str, dtype: torch.dtype, hadamard: bool = False) -> Ten
     x[0, 5] = math.nan
     x[1, n // 2:] = x[1, n // 2:].sign() * 0.0
     unit = x[2, : n // 32 * 32].view(-1, 32)
-    sizes = torch.tensor([s for s in SIZES if not hadamard or s > 1e-37])  # below, H's sums lose digits
+    sizes = torch.tensor([s for s in SIZES if not hadamard or s > 1e-33])  # below, products of H lose digits
     unit.div_(unit.abs().amax(1)[:, None]).mul_(sizes[torch.arange(len(unit)) % len(sizes)][:, None])
     return x.to(device, dtype)
 
@@ -65,7 +65,7 @@ def check(device: str, dtype: torch.dtype, n: int, options: dict, product: bool 
         result = torch.full((3, n), math.nan, dtype=out, device=device)
         grouped.decode(want, **options, out=result, product=product)
         expected = grouped_reference.decode(want, **options, out=torch.empty_like(result))
-        if exact:
+        if not options["hadamard"] or product is False:
             assert same(result, expected), options
         torch.testing.assert_close(result[:2], expected[:2], rtol=1e-5 if out == torch.float32 else 8e-3, atol=1e-3, equal_nan=True)
     total = grouped_reference.total(want[:2], **options)
