@@ -13,12 +13,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels import adamw, bottleneck, bottleneck_reference, cross_entropy, reference, swiglu, taco, taco_reference
+from kernels import (
+    adamw,
+    bottleneck,
+    bottleneck_reference,
+    cross_entropy,
+    grouped,
+    grouped_reference,
+    reference,
+    swiglu,
+    taco,
+    taco_reference,
+)
 from kernels.launch import TYPES, Compiled, Launch
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -110,7 +122,7 @@ def _adamw(model: str, rows: int, columns: int, dtype: torch.dtype, states: torc
                  partial(step_inputs, (rows, columns), dtype, states), adamw.step_launch, traffic, aligned, 64 if aligned else 128)
 
 
-def codec_inputs(numel: int, dtype: torch.dtype, ranks: int, group: int, options: dict[str, Any], device: str,
+def codec_inputs(numel: int, dtype: torch.dtype, ranks: int, group: int, method: ModuleType, options: dict[str, Any], device: str,
                  seed: int) -> dict[str, Any]:
     """For ranks 0 what `encode` takes, for 1 `decode`, for more `total` and `reduce` take: wires hold normal values."""
     size = taco_reference.nbytes(numel, group, options.get("mode", "lean"))
@@ -120,7 +132,7 @@ def codec_inputs(numel: int, dtype: torch.dtype, ranks: int, group: int, options
     if device == "meta":
         wires = torch.empty(ranks, size, dtype=torch.uint8, device=device)
     else:
-        wires = taco_reference.taco_encode(_normal((ranks, numel), torch.float32, device, seed), group, **options)
+        wires = CODECS[method]("encode")(_normal((ranks, numel), torch.float32, device, seed), group, **options)
     return {"wires": wires, "group": group, "out": torch.empty(numel, dtype=dtype, device=device), **options}
 
 
@@ -134,23 +146,28 @@ def _reduce_inputs(*shape) -> dict[str, Any]:
     return given | {"out": torch.empty_like(given["wires"][0])}
 
 
-def _encode_launch(x: Tensor, out: Tensor, group: int, **options) -> Launch:
-    return taco.encode_launch(x, out, group, **options)
+def _encode_launch(method: ModuleType, x: Tensor, out: Tensor, group: int, **options) -> Launch:
+    return method.encode_launch(x, out, group, **options)
 
 
-def _decode_launch(wire: Tensor, out: Tensor, group: int, **options) -> Launch:
-    return taco.decode_launch(wire, out, group, **options)
+def _decode_launch(method: ModuleType, wire: Tensor, out: Tensor, group: int, **options) -> Launch:
+    return method.decode_launch(wire, out, group, **options)
 
 
-def _total_launch(wires: Tensor, out: Tensor, group: int, **options) -> Launch:
-    return taco.decode_launch(wires, out[None], group, stripes=len(wires), **options)
+def _total_launch(method: ModuleType, wires: Tensor, out: Tensor, group: int, **options) -> Launch:
+    return method.decode_launch(wires, out[None], group, stripes=len(wires), **options)
 
 
-def _reduce_launch(wires: Tensor, out: Tensor, group: int, hadamard: bool = True, **options) -> Launch:
-    return taco.reduce_launch(wires, out, group, **options)
+def _reduce_launch(method: ModuleType, wires: Tensor, out: Tensor, group: int, hadamard: bool = True, **options) -> Launch:
+    return method.reduce_launch(wires, out, group, **options)
 
 
-def _taco(numel: int, dtype: torch.dtype, group: int, **options) -> list[Entry]:
+# a codec's kernels -> its references by step
+CODECS: dict[ModuleType, Callable[[str], Callable]] = {
+    taco: lambda step: getattr(taco_reference, f"taco_{step}"), grouped: lambda step: getattr(grouped_reference, step)}
+
+
+def _codec(method: ModuleType, numel: int, dtype: torch.dtype, group: int, **options) -> list[Entry]:
     """One message of each kind: encode, decode, the sum of two ranks, the sum of 2 and 8 ranks encoded again."""
     mode, plain = options.get("mode", "lean"), numel * dtype.itemsize
     size = taco_reference.nbytes(numel, group, mode)
@@ -158,14 +175,17 @@ def _taco(numel: int, dtype: torch.dtype, group: int, **options) -> list[Entry]:
     shape = numel, dtype
 
     def entry(what: str, ranks: int, make: Callable, launch: Callable, traffic: int) -> Entry:
-        label = f"taco.{what}/{name}" + (f"-n{ranks}" if ranks > 1 else "")
-        return Entry(label, getattr(taco, what), getattr(taco_reference, f"taco_{what}"),
-                     partial(make, *shape, ranks, group, options), launch, traffic, True, 255)
+        label = f"{method.__name__.rpartition('.')[2]}.{what}/{name}" + (f"-n{ranks}" if ranks > 1 else "")
+        return Entry(label, getattr(method, what), CODECS[method](what), partial(make, *shape, ranks, group, method, options),
+                     partial(launch, method), traffic, True, 255)
 
     return [entry("encode", 0, codec_inputs, _encode_launch, plain + size),
             entry("decode", 1, _decode_inputs, _decode_launch, plain + size),
             entry("total", 2, codec_inputs, _total_launch, plain + 2 * size),
             *(entry("reduce", n, _reduce_inputs, _reduce_launch, (n + 1) * size) for n in (2, 8))]
+
+
+_taco, _grouped = partial(_codec, taco), partial(_codec, grouped)
 
 
 def swiglu_inputs(tokens: int, width: int, dtype: torch.dtype, device: str, seed: int) -> dict[str, Any]:
@@ -249,4 +269,8 @@ ENTRIES = [
     *_taco(1 << 25, FLOAT32, 128),
     *_taco(1 << 25, BF16, 128, mode="paper"),
     *_taco(1 << 25, BF16, 128, format="e5m2"),
+    *_grouped(1 << 25, BF16, 128, format="e4m3"),
+    *_grouped(1 << 25, BF16, 128, format="int8"),
+    *_grouped(1 << 25, BF16, 128, hadamard=True, format="int8"),
+    *_grouped(1 << 25, BF16, 256, hadamard=True, format="int8"),
 ]

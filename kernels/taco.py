@@ -9,7 +9,8 @@
 A program holds a tile of whole groups, [ROWS, G], and takes the next one `programs` further on. H is done in one of two ways:
     butterfly   a + b, a - b over strides 1, 2, ..., G/2 in float32: the reference's bits
     product     tiles times the constant ±1 matrix of min(G, 128) on tensor cores (exact inputs, float32 sums), then the
-                butterflies of the remaining strides: for bfloat16 values and codes, which that format holds exactly. The
+                butterflies of the remaining strides: for bfloat16 values and codes, which that format holds exactly. Of a
+                group of 256 both halves are rows of one product, 8 apart (FOLD), where the same thread holds both. The
                 order of its sums is the hardware's: at most a code in 10,000 differs, by one step
 Mode coarse has one scale a row and so two passes: each group's alpha and the row's largest |y|, then the codes.
 
@@ -28,20 +29,19 @@ from torch import Tensor
 
 from kernels.float8 import from_code
 from kernels.launch import Kept, Launch
-from kernels.taco_reference import FORMATS, checked, groups_of, nbytes
-from kernels.taco_tile import COARSE, LEAN, butterflies, factors, fetched, product, scales, write
+from kernels.taco_reference import FORMATS, Format, checked, groups_of, nbytes
+from kernels.taco_tile import COARSE, LEAN, PAPER, QUOTIENT, butterflies, factors, fetched, product, scales, write
+from kernels.wires import decoded, encoded, fits, reduced, rows_of
 
-# elements a program holds at a time: where there is a product, where there is none, where registers would not suffice; and
-# of a group of several products on sm_90, whose smallest takes 64 rows
-TILE, TILE_PLAIN, TILE_SMALL, TILE_WIDE = 8192, 4096, 2048, 16384
+# elements a program holds at a time: where there is a product, where there is none, where registers would not suffice
+TILE, TILE_PLAIN, TILE_SMALL = 8192, 4096, 2048
 WARPS = 4
 STAGES = 3  # tiles under way
-PER_PROCESSOR, PER_PROCESSOR_READ, PER_PROCESSOR_PLAIN = 2, 3, 4  # programs a multiprocessor: encode, decode, no product
+PER_PROCESSOR, PER_PROCESSOR_READ, PER_PROCESSOR_PLAIN = 2, 3, 4  # programs a multiprocessor: encode, decode, no H
 MANY = 4  # stripes from which a sum takes small tiles: as many loads are under way
 WIDEST = 128  # of the matrix in a product
 HARDWARE = 89  # the architecture from which E4M3 is converted by an instruction
-DTYPES = (torch.bfloat16, torch.float32)
-MODES = {"lean": 0, "paper": 1, "coarse": 2}
+MODES = {"lean": 0, "paper": 1, "coarse": 2, "quotient": 3}  # the last one: kernels/grouped.py
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "n", "groups"])
@@ -49,7 +49,7 @@ def encode_kernel(x, wire, bad, peaks, matrix, seed_low, seed_high, n, groups, x
                   G: tl.constexpr, LOG_G: tl.constexpr, K: tl.constexpr, HADAMARD: tl.constexpr, PRODUCT: tl.constexpr,
                   WHOLE: tl.constexpr, NORM: tl.constexpr, MODE: tl.constexpr, SECOND: tl.constexpr, ALPHA: tl.constexpr,
                   TOP: tl.constexpr, TOP_CODE: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, CHANCE: tl.constexpr,
-                  FULL: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr):
+                  FULL: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr, FOLD: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     x += row * x_stride
     wire += row * wire_stride
@@ -65,9 +65,9 @@ def encode_kernel(x, wire, bad, peaks, matrix, seed_low, seed_high, n, groups, x
         base = start.to(tl.int64) * G
         left = n - base
         sent = 0.0
-        if MODE == LEAN:
+        if MODE != PAPER and MODE != COARSE:
             if PRODUCT:
-                y = product(x + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE)
+                y = product(x + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE, FOLD)
             else:
                 y = fetched(x + base, here, left, inside, WHOLE, FULL).to(tl.float32)
                 if HADAMARD:
@@ -77,7 +77,8 @@ def encode_kernel(x, wire, bad, peaks, matrix, seed_low, seed_high, n, groups, x
             pre, sent = factors(y, MODE, ALPHA, TOP, G)
             pre *= NORM
             if PRODUCT:
-                y = product(x + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE) * pre[:, None]
+                y = product(x + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE,
+                            FOLD) * pre[:, None]
             else:
                 y *= pre[:, None]
                 if HADAMARD:
@@ -90,7 +91,7 @@ def encode_kernel(x, wire, bad, peaks, matrix, seed_low, seed_high, n, groups, x
 def decode_kernel(wire, out, matrix, n, groups, stripe, wire_stride, out_stride, ROWS: tl.constexpr, G: tl.constexpr,
                   LOG_G: tl.constexpr, K: tl.constexpr, STRIPES: tl.constexpr, HADAMARD: tl.constexpr, PRODUCT: tl.constexpr,
                   WHOLE: tl.constexpr, NORM: tl.constexpr, MODE: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr,
-                  FULL: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr):
+                  FULL: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr, FOLD: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     wire += row * wire_stride
     out += row * out_stride
@@ -105,11 +106,12 @@ def decode_kernel(wire, out, matrix, n, groups, stripe, wire_stride, out_stride,
         inside = place < groups
         base = start.to(tl.int64) * G
         left = n - base
+        held = size - base
         source = wire
         total = tl.zeros([ROWS, G], tl.float32)
         for r in tl.static_range(STRIPES):
             if PRODUCT:
-                value = product(source + base, part, left, inside, h, False, K, G // K, True, FULL, BITS, LOWEST, HARDWARE)
+                value = product(source + base, part, held, inside, h, False, K, G // K, True, FULL, BITS, LOWEST, HARDWARE, FOLD)
             else:
                 value = from_code(fetched(source + base, here, left, inside, True, FULL), tl.float32, BITS, LOWEST, HARDWARE)
             scale = scales((source + size).to(tl.pointer_type(tl.float32)), place, inside, groups, MODE) * NORM
@@ -147,7 +149,7 @@ def reduce_kernel(wire, out, bad, peaks, seed_low, seed_high, groups, stripe, RO
             y = value if r == 0 else y + value
             source += stripe
         sent = 0.0
-        if MODE != LEAN:
+        if MODE != LEAN and MODE != QUOTIENT:
             pre, sent = factors(y, MODE, ALPHA, TOP, G)
             y *= pre[:, None]
         write(y, sent, out, place, inside, here, groups, base, base, bad, peaks, seed_low, seed_high, ROWS, G, MODE, SECOND, TOP,
@@ -192,100 +194,121 @@ def _by_arch(groups: int, group: int, whole: bool, product: bool = False, stripe
     def rows(arch: int) -> int:
         if not product:
             tile = TILE_PLAIN if stripes < MANY else TILE_SMALL
-        elif arch == 90 and group == 2 * WIDEST and stripes == 1:
-            tile = TILE_WIDE
         else:
             tile = TILE_SMALL if small and arch >= 100 else TILE
         return max(1, tile // group)
 
-    def stages(arch: int) -> int:
-        return 2 if product and (stripes > 2 or group > WIDEST) else STAGES
+    def fold(arch: int) -> bool:
+        return product and stripes == 1 and group == 2 * WIDEST and arch < 100 and rows(arch) % 8 == 0
 
-    return {"HARDWARE": lambda arch: arch >= HARDWARE, "ROWS": rows, "STAGES": stages,
+    def stages(arch: int) -> int:
+        return 2 if product and (stripes > 2 or (group > WIDEST and not fold(arch))) else STAGES
+
+    return {"HARDWARE": lambda arch: arch >= HARDWARE, "ROWS": rows, "STAGES": stages, "FOLD": fold,
             "FULL": lambda arch: whole and groups % rows(arch) == 0}
 
 
-def _format(name: str) -> dict[str, Any]:
-    return {"BITS": FORMATS[name].mantissa, "LOWEST": FORMATS[name].lowest}
+def _numbers(numbers: Format) -> dict[str, Any]:
+    return {"BITS": numbers.mantissa, "LOWEST": numbers.lowest}
 
 
 @lru_cache(maxsize=4096)
-def _encoding(rows: int, n: int, width: int, dtype: torch.dtype, device: torch.device, group: int, mode: str, hadamard: bool,
-              alpha: bool, format: str, target: float | None, chance: bool, product: bool | None, second: bool) -> tuple:
-    """(grid, constants, those of an architecture, the matrix, groups of a row): the same for every message of a shape."""
-    top = checked(group, mode, format, target, alpha)
+def encoding(rows: int, n: int, groups: int, dtype: torch.dtype, device: torch.device, group: int, mode: str, hadamard: bool,
+             alpha: bool, numbers: Format, top: float, chance: bool, product: bool | None, second: bool) -> tuple:
+    """(grid, constants, those of an architecture, the matrix): the same for every message of a shape."""
     product = hadamard and (dtype == torch.bfloat16 if product is None else product)
-    groups = groups_of(width, group, mode)
-    whole = n == groups * group
-    norm = 1.0 if not hadamard else 1.0 / group if mode == "lean" else 1.0 / math.sqrt(group)
-    h = matrix(min(group, WIDEST), dtype, norm if mode == "lean" else 1.0, False, device) if product else None
-    constants = Kept({"G": group} | _transform(group) | _format(format) | {
+    whole, scaled = n == groups * group, mode not in ("paper", "coarse")
+    norm = 1.0 if not hadamard else 1.0 / group if scaled else 1.0 / math.sqrt(group)
+    h = matrix(min(group, WIDEST), dtype, norm if scaled else 1.0, False, device) if product else None
+    constants = Kept({"G": group} | _transform(group) | _numbers(numbers) | {
         "HADAMARD": hadamard, "PRODUCT": product, "WHOLE": whole, "NORM": norm, "MODE": MODES[mode], "SECOND": second,
-        "ALPHA": alpha, "TOP": top, "TOP_CODE": FORMATS[format].top, "CHANCE": chance})
+        "ALPHA": alpha, "TOP": top, "TOP_CODE": numbers.top, "CHANCE": chance})
     by_arch = _by_arch(groups, group, whole, product, 1, group > WIDEST)
-    return _grid(groups, group, rows, device, PER_PROCESSOR), constants, by_arch, h, groups
+    return _grid(groups, group, rows, device, PER_PROCESSOR if hadamard else PER_PROCESSOR_PLAIN), constants, by_arch, h
 
 
 def encode_launch(x: Tensor, wire: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, alpha: bool = True,
                   format: str = "e4m3", target: float | None = None, noise: int | None = None, bad: Tensor | None = None,
                   product: bool | None = None, peaks: Tensor | None = None, second: bool = False) -> Launch:
     """x [r, n], wire [r, b]; peaks [r] int32 zeros for mode coarse, whose first pass fills them."""
+    top = checked(group, mode, format, target, alpha)
+    return encode_launch_of(x, wire, group, groups_of(wire.shape[1], group, mode), FORMATS[format], top, mode=mode,
+                            hadamard=hadamard, alpha=alpha, noise=noise, bad=bad, product=product, peaks=peaks, second=second)
+
+
+def encode_launch_of(x: Tensor, wire: Tensor, group: int, groups: int, numbers: Format, top: float, *, mode: str, hadamard: bool,
+                     alpha: bool = True, noise: int | None = None, bad: Tensor | None = None, product: bool | None = None,
+                     peaks: Tensor | None = None, second: bool = False) -> Launch:
+    """As `encode_launch` for any numbers, of rows of `groups` groups; what is given has been checked."""
     rows, n = x.shape
-    grid, constants, by_arch, h, groups = _encoding(rows, n, wire.shape[1], x.dtype, x.device, group, mode, hadamard, alpha, format,
-                                                    target, noise is not None, product, second)
+    grid, constants, by_arch, h = encoding(rows, n, groups, x.dtype, x.device, group, mode, hadamard, alpha, numbers, top,
+                                           noise is not None, product, second)
     arguments = {"x": x, "wire": wire, "bad": bad, "peaks": peaks, "matrix": h, **_halves(noise), "n": n, "groups": groups,
                  "x_stride": x.stride(0), "wire_stride": wire.stride(0)}
     return Launch(encode_kernel, grid, arguments, constants, WARPS, by_arch)
 
 
 @lru_cache(maxsize=4096)
-def _decoding(rows: int, n: int, width: int, dtype: torch.dtype, device: torch.device, group: int, mode: str, hadamard: bool,
-              format: str, product: bool | None, stripes: int) -> tuple:
-    """As `_encoding`."""
-    checked(group, mode, format)
+def decoding(rows: int, n: int, groups: int, dtype: torch.dtype, device: torch.device, group: int, mode: str, hadamard: bool,
+             numbers: Format, product: bool | None, stripes: int) -> tuple:
+    """As `encoding`."""
     product = hadamard and (dtype == torch.bfloat16 or stripes == 1 if product is None else product)
-    groups = groups_of(width, group, mode)
     whole = n == groups * group
-    norm = 1.0 / math.sqrt(group) if hadamard and mode != "lean" else 1.0
+    norm = 1.0 / math.sqrt(group) if hadamard and mode in ("paper", "coarse") else 1.0
     h = matrix(min(group, WIDEST), torch.float16, 1.0, True, device) if product else None
-    constants = Kept({"G": group} | _transform(group) | _format(format) | {
+    constants = Kept({"G": group} | _transform(group) | _numbers(numbers) | {
         "STRIPES": stripes, "HADAMARD": hadamard, "PRODUCT": product, "WHOLE": whole, "NORM": norm, "MODE": MODES[mode]})
     by_arch = _by_arch(groups, group, whole, product, stripes, group > WIDEST or stripes > 1 or dtype == torch.float32)
-    per = PER_PROCESSOR_READ if stripes == 1 and group <= WIDEST else PER_PROCESSOR
-    return _grid(groups, group, rows, device, per), constants, by_arch, h, groups
+    per = PER_PROCESSOR_PLAIN if not hadamard else PER_PROCESSOR_READ if stripes == 1 and group <= 2 * WIDEST else PER_PROCESSOR
+    return _grid(groups, group, rows, device, per), constants, by_arch, h
 
 
 def decode_launch(wire: Tensor, out: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True,
                   format: str = "e4m3", product: bool | None = None, stripes: int = 1, stripe: int | None = None) -> Launch:
     """wire [r, b] -> out [r, n]; stripes p: wire [p, b] -> out [1, n], and where they lie apart, `stripe` bytes from each to
     the next, `wire` is the first of them."""
+    checked(group, mode, format)
+    return decode_launch_of(wire, out, group, groups_of(wire.shape[1], group, mode), FORMATS[format], mode=mode,
+                            hadamard=hadamard, product=product, stripes=stripes, stripe=stripe)
+
+
+def decode_launch_of(wire: Tensor, out: Tensor, group: int, groups: int, numbers: Format, *, mode: str, hadamard: bool,
+                     product: bool | None = None, stripes: int = 1, stripe: int | None = None) -> Launch:
+    """As `decode_launch` for any numbers, of rows of `groups` groups; what is given has been checked."""
     rows, n = out.shape
-    grid, constants, by_arch, h, groups = _decoding(rows, n, wire.shape[1], out.dtype, out.device, group, mode, hadamard, format,
-                                                    product, stripes)
+    grid, constants, by_arch, h = decoding(rows, n, groups, out.dtype, out.device, group, mode, hadamard, numbers, product, stripes)
     arguments = {"wire": wire, "out": out, "matrix": h, "n": n, "groups": groups,
                  "stripe": wire.stride(0) if stripe is None else stripe, "wire_stride": wire.stride(0), "out_stride": out.stride(0)}
     return Launch(decode_kernel, grid, arguments, constants, WARPS, by_arch)
 
 
 @lru_cache(maxsize=4096)
-def _reducing(stripes: int, width: int, device: torch.device, group: int, mode: str, alpha: bool, format: str,
-              target: float | None, chance: bool, second: bool) -> tuple:
-    """(grid, constants, those of an architecture, groups)."""
-    top = checked(group, mode, format, target, alpha)
-    groups = groups_of(width, group, mode)
-    constants = Kept({"G": group} | _format(format) | {
-        "STRIPES": stripes, "MODE": MODES[mode], "SECOND": second, "ALPHA": alpha, "TOP": top,
-        "TOP_CODE": FORMATS[format].top, "CHANCE": chance})
+def reducing(stripes: int, groups: int, device: torch.device, group: int, mode: str, alpha: bool, numbers: Format, top: float,
+             chance: bool, second: bool) -> tuple:
+    """(grid, constants, those of an architecture)."""
+    constants = Kept({"G": group} | _numbers(numbers) | {
+        "STRIPES": stripes, "MODE": MODES[mode], "SECOND": second, "ALPHA": alpha, "TOP": top, "TOP_CODE": numbers.top,
+        "CHANCE": chance})
     grid = _grid(groups, group, 1, device, PER_PROCESSOR_PLAIN * (1 if stripes < MANY else 2))
-    return grid[:1], constants, _by_arch(groups, group, True, False, stripes), groups
+    by_arch = _by_arch(groups, group, True, False, stripes)
+    del by_arch["FOLD"]
+    return grid[:1], constants, by_arch
 
 
 def reduce_launch(wires: Tensor, out: Tensor, group: int = 128, *, mode: str = "lean", alpha: bool = True, format: str = "e4m3",
                   target: float | None = None, noise: int | None = None, bad: Tensor | None = None,
                   peaks: Tensor | None = None, second: bool = False) -> Launch:
     """wires [p, b] -> out [b]; peaks [1] as in `encode_launch`."""
-    grid, constants, by_arch, groups = _reducing(len(wires), wires.shape[1], out.device, group, mode, alpha, format, target,
-                                                 noise is not None, second)
+    top = checked(group, mode, format, target, alpha)
+    return reduce_launch_of(wires, out, group, groups_of(wires.shape[1], group, mode), FORMATS[format], top, mode=mode, alpha=alpha,
+                            noise=noise, bad=bad, peaks=peaks, second=second)
+
+
+def reduce_launch_of(wires: Tensor, out: Tensor, group: int, groups: int, numbers: Format, top: float, *, mode: str,
+                     alpha: bool = True, noise: int | None = None, bad: Tensor | None = None, peaks: Tensor | None = None,
+                     second: bool = False) -> Launch:
+    """As `reduce_launch` for any numbers, of rows of `groups` groups; what is given has been checked."""
+    grid, constants, by_arch = reducing(len(wires), groups, out.device, group, mode, alpha, numbers, top, noise is not None, second)
     arguments = {"wire": wires, "out": out, "bad": bad, "peaks": peaks, **_halves(noise), "groups": groups,
                  "stripe": wires.stride(0)}
     return Launch(reduce_kernel, grid, arguments, constants, WARPS, by_arch)
@@ -303,26 +326,18 @@ def encode(x: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = 
     checked(group, mode, format, target, alpha)
     if not x.is_floating_point():
         raise ValueError(f"taco: {x.dtype}: only floating-point numbers are encoded")
-    source = _rows(x if x.dtype in DTYPES else x.to(torch.float32))
-    fits = out is not None and _fits(out)
-    wire = _rows(out) if fits else torch.empty(len(source), nbytes(x.shape[-1], group, mode), dtype=torch.uint8, device=x.device)
-    if source.numel():
-        options = {"mode": mode, "hadamard": hadamard, "alpha": alpha, "format": format, "target": target, "noise": noise,
-                   "bad": bad, "product": product}
-        _twice(lambda **phase: encode_launch(source, wire, group, **options, **phase), mode, source)
-    if out is None:
-        return wire.view(*x.shape[:-1], -1)
-    return out if fits else out.copy_(wire.view(out.shape))
+    options = {"mode": mode, "hadamard": hadamard, "alpha": alpha, "format": format, "target": target, "noise": noise, "bad": bad,
+               "product": product}
+    return encoded(x, nbytes(x.shape[-1], group, mode), out, lambda source, wire: _twice(
+        lambda **phase: encode_launch(source, wire, group, **options, **phase), mode, source))
 
 
 def decode(wire: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, format: str = "e4m3",
            out: Tensor | None = None, product: bool | None = None) -> Tensor:
     """wires [..., nbytes(n)] uint8 -> x [..., n], float32 of whole groups unless `out` [..., n] (any float) is given."""
-    rows = _rows(wire if _fits(wire) else wire.contiguous())
-    found = _result(out, rows, group, mode)
-    if found.numel():
-        decode_launch(rows, found, group, mode=mode, hadamard=hadamard, format=format, product=product).run()
-    return _handed(found, out, wire.shape[:-1])
+    rows = rows_of(wire if fits(wire) else wire.contiguous())
+    return decoded(rows, groups_of(rows.shape[1], group, mode) * group, out, wire.shape[:-1], lambda found: decode_launch(
+        rows, found, group, mode=mode, hadamard=hadamard, format=format, product=product).run())
 
 
 def total(wires: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, format: str = "e4m3",
@@ -332,12 +347,10 @@ def total(wires: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool
     Where rows are no tensor of their own, `wires` is the first, and `stripes` of them lie `stripe` bytes apart, in the memory of
     peers too.
     """
-    rows = wires if stripe is not None or _fits(wires) else wires.contiguous()
-    found = _result(None if out is None else out[None], rows[:1], group, mode)
-    if found.numel():
-        decode_launch(rows, found, group, mode=mode, hadamard=hadamard, format=format, product=product,
-                      stripes=stripes or len(rows), stripe=stripe).run()
-    return _handed(found, out, ())
+    rows = wires if stripe is not None or fits(wires) else wires.contiguous()
+    return decoded(rows[:1], groups_of(rows.shape[1], group, mode) * group, out, (), lambda found: decode_launch(
+        rows, found, group, mode=mode, hadamard=hadamard, format=format, product=product, stripes=stripes or len(rows),
+        stripe=stripe).run())
 
 
 def reduce(wires: Tensor, group: int = 128, *, mode: str = "lean", hadamard: bool = True, alpha: bool = True,
@@ -348,12 +361,9 @@ def reduce(wires: Tensor, group: int = 128, *, mode: str = "lean", hadamard: boo
     Codes lie in the transformed domain already, so `hadamard` changes nothing here. Options as in `encode`; the padding of
     a row must have been zeros.
     """
-    rows = wires if _fits(wires) else wires.contiguous()
-    wire = out if out is not None and _fits(out) else torch.empty(wires.shape[1], dtype=torch.uint8, device=wires.device)
-    if rows.shape[1]:
-        options = {"mode": mode, "alpha": alpha, "format": format, "target": target, "noise": noise, "bad": bad}
-        _twice(lambda **phase: reduce_launch(rows, wire, group, **options, **phase), mode, rows[:1])
-    return wire if out is None or out is wire else out.copy_(wire)
+    options = {"mode": mode, "alpha": alpha, "format": format, "target": target, "noise": noise, "bad": bad}
+    return reduced(wires, out, lambda rows, wire: _twice(
+        lambda **phase: reduce_launch(rows, wire, group, **options, **phase), mode, rows[:1]))
 
 
 def _twice(launch: Any, mode: str, rows: Tensor) -> None:
@@ -363,27 +373,3 @@ def _twice(launch: Any, mode: str, rows: Tensor) -> None:
     peaks = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
     launch(peaks=peaks).run()
     return launch(peaks=peaks, second=True).run()
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x[None]
-
-
-def _fits(wire: Tensor) -> bool:
-    """Whether scales of its rows lie at multiples of 4 bytes and rows are one stride apart."""
-    return wire.ndim <= 2 and wire.stride(-1) == 1 and (wire.is_meta or wire.data_ptr() % 4 == 0) and (
-        wire.ndim == 1 or wire.stride(0) % 4 == 0)
-
-
-def _result(out: Tensor | None, rows: Tensor, group: int, mode: str) -> Tensor:
-    width = groups_of(rows.shape[1], group, mode) * group
-    if out is not None and out.dtype in DTYPES and out.is_contiguous():
-        return _rows(out)
-    width = width if out is None else out.shape[-1]
-    return torch.empty(len(rows), width, device=rows.device)
-
-
-def _handed(found: Tensor, out: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    if out is None:
-        return found.view(*shape, found.shape[-1])
-    return out if found.data_ptr() == out.data_ptr() else out.copy_(found.view(out.shape))

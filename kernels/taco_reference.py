@@ -145,17 +145,17 @@ def _factors(x: Tensor, mode: str, alpha: bool, top: float) -> tuple[Tensor | No
         return one, one
     if mode == "paper":
         spread = (x.square().sum(-1) / x.shape[-1] + LAMBDA).clamp(min=FLOOR).sqrt()
-        factor = _over(top, spread).clamp(ALPHA_MIN, ALPHA_MAX)
+        factor = over(top, spread).clamp(ALPHA_MIN, ALPHA_MAX)
         return factor, factor
     # squares of the group brought near 1, so that none over- or underflows
     exponent = (x.abs().amax(-1).view(torch.int32) >> 23).clamp(27, 253)
     power = ((254 - exponent) << 23).view(torch.float32)
     spread = ((x * power[..., None]).square().sum(-1) / x.shape[-1]).sqrt()
     spread = torch.where(spread == 0, 1.0, spread)
-    return power * _over(top, spread), _over(spread, top) / power
+    return power * over(top, spread), over(spread, top) / power
 
 
-def _over(a: Tensor | float, b: Tensor | float) -> Tensor:
+def over(a: Tensor | float, b: Tensor | float) -> Tensor:
     """a / b, correctly rounded on every device: with a number in it, torch multiplies by a reciprocal on a GPU."""
     like = a if isinstance(a, Tensor) else b
     return torch.div(*(v if isinstance(v, Tensor) else torch.full_like(like, v) for v in (a, b)))
@@ -166,17 +166,17 @@ def _written(y: Tensor, sent: Tensor | None, mode: str, format: str, top: float,
     peak = y.abs().amax(-1)
     good = torch.isfinite(peak)
     if mode == "coarse":
-        scale = _over(torch.where(good, peak, 0.0).amax(-1, keepdim=True).clamp(min=top * SMALLEST), top)
+        scale = over(torch.where(good, peak, 0.0).amax(-1, keepdim=True).clamp(min=top * SMALLEST), top)
         v = y / scale[..., None]
         fields = [torch.where(good, sent, torch.nan), scale]
     elif mode == "paper":
-        scale = _over(peak.clamp(min=FLOOR), top).clamp(FLOOR, SCALE_MAX)
+        scale = over(peak.clamp(min=FLOOR), top).clamp(FLOOR, SCALE_MAX)
         v = y / scale[..., None]
         fields = [torch.where(good, part, torch.nan) for part in (scale, sent)]
     else:
         held = peak.clamp(min=top * SMALLEST)
-        v = y * _over(top, held)[..., None]
-        fields = [torch.where(good, _over(held, top), torch.nan)]
+        v = y * over(top, held)[..., None]
+        fields = [torch.where(good, over(held, top), torch.nan)]
     codes = to_codes(torch.where(good[..., None], v, 0.0), format, noise).flatten(-2)
     if bad is not None:
         bad += (~good).sum().to(bad.dtype)

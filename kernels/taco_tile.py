@@ -11,7 +11,7 @@ import triton.language as tl
 from kernels.float8 import from_code, to_code, to_code_by_chance
 from kernels.taco_reference import ALPHA_MAX, ALPHA_MIN, FLOOR, LAMBDA, SCALE_MAX, SMALLEST
 
-LEAN, PAPER, COARSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+LEAN, PAPER, COARSE, QUOTIENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _LAMBDA, _FLOOR, _SCALE_MAX = tl.constexpr(LAMBDA), tl.constexpr(FLOOR), tl.constexpr(SCALE_MAX)
 _ALPHA_MIN, _ALPHA_MAX, _SMALLEST = tl.constexpr(ALPHA_MIN), tl.constexpr(ALPHA_MAX), tl.constexpr(SMALLEST)
 INFINITE = tl.constexpr(0x7F800000)
@@ -47,8 +47,19 @@ def fetched(x, here, left, inside, WHOLE: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def product(x, here, left, inside, h, FLOAT: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
-            FULL: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, HARDWARE: tl.constexpr):
+            FULL: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, HARDWARE: tl.constexpr, FOLD: tl.constexpr):
     """Values, or codes where not FLOAT, at x, times H: [ROWS, PARTS · K]. here [ROWS, K]: the first of the PARTS."""
+    if FOLD:
+        y = folded(x, here, left, h, FLOAT, K, FULL, BITS, LOWEST, HARDWARE)
+    else:
+        y = unfolded(x, here, left, inside, h, FLOAT, K, PARTS, WHOLE, FULL, BITS, LOWEST, HARDWARE)
+    return y
+
+
+@triton.jit
+def unfolded(x, here, left, inside, h, FLOAT: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
+             FULL: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, HARDWARE: tl.constexpr):
+    """`product` of one part after the other."""
     y = tl.dot(operand(x, here, left, inside, h, FLOAT, WHOLE, FULL, BITS, LOWEST, HARDWARE), h, input_precision="ieee")
     if PARTS > 1:
         z = tl.dot(operand(x + K, here, left - K, inside, h, FLOAT, WHOLE, FULL, BITS, LOWEST, HARDWARE), h, input_precision="ieee")
@@ -63,6 +74,20 @@ def product(x, here, left, inside, h, FLOAT: tl.constexpr, K: tl.constexpr, PART
             high = beside(u + v, u - v)
             y = beside(low + high, low - high)
     return y
+
+
+@triton.jit
+def folded(x, here, left, h, FLOAT: tl.constexpr, K: tl.constexpr, FULL: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr,
+           HARDWARE: tl.constexpr):
+    """`product` of two parts as one, of [2 ROWS, K]: first halves of 8 groups, their second halves, and so on. Rows that lie 8
+    apart are the same thread's in a product of tensor cores. left: elements from x on that exist."""
+    ROWS: tl.constexpr = here.shape[0]
+    row = tl.arange(0, 2 * ROWS)
+    place = (row // 16 * 8 + row % 8) * (2 * K) + row // 8 % 2 * K
+    halves = place[:, None] + tl.arange(0, K)[None, :]
+    y = tl.dot(operand(x, halves, left, None, h, FLOAT, False, FULL, BITS, LOWEST, HARDWARE), h, input_precision="ieee")
+    a, b = tl.split(tl.permute(tl.reshape(y, (ROWS // 8, 2, 8, K)), (0, 2, 3, 1)))
+    return beside(tl.reshape(a + b, (ROWS, K)), tl.reshape(a - b, (ROWS, K)))
 
 
 @triton.jit
@@ -111,8 +136,8 @@ def factors(x, MODE: tl.constexpr, ALPHA: tl.constexpr, TOP: tl.constexpr, G: tl
 def coded(v, first, seed_low, seed_high, ROWS: tl.constexpr, G: tl.constexpr, TOP_CODE: tl.constexpr, BITS: tl.constexpr,
           LOWEST: tl.constexpr, CHANCE: tl.constexpr, HARDWARE: tl.constexpr):
     """first: index of the tile's first element in the whole tensor, a multiple of 4."""
-    if HARDWARE and BITS == 3 and not CHANCE:
-        code = to_code(v, BITS, LOWEST, HARDWARE)  # saturates by itself
+    if BITS == 0 or (HARDWARE and BITS == 3 and not CHANCE):
+        code = to_code(v, BITS, LOWEST, HARDWARE)  # saturates by itself; INT8 is made of quotients alone, none too large
     else:
         v = tl.minimum(tl.maximum(v, -TOP_CODE), TOP_CODE)
         if CHANCE:
@@ -137,6 +162,21 @@ def _count(bad, found):
     # group by group: they are rare, and a sum over the tile would make all programs wait (and sm_100 refuse, Triton 3.7.1)
     if bad is not None:
         tl.atomic_add(bad + tl.zeros_like(found.to(tl.int32)), found.to(tl.int32), mask=found)
+
+
+@triton.jit
+def quotients(y, scale):
+    """y [ROWS, G] / scale [ROWS], which is a normal number, in two instructions an element; zeros keep their signs.
+
+    1 / s = r + rest with r rounded down: y r + y rest is a correctly rounded quotient, but where that lies within 2^-22 of a
+    unit in the last place of where rounding turns. Above 2^78 a scale has a rest of fewer digits.
+    """
+    one = tl.full([scale.shape[0]], 1.0, tl.float32)
+    r = tl.div_rn(one, scale)
+    r = tl.where(tl.fma(-scale, r, one) < 0.0, (r.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True), r)
+    gap = tl.fma(-scale, r, one)
+    rest = tl.fma(gap, gap, gap) * r
+    return tl.fma(y, tl.broadcast_to(r[:, None], y.shape), y * rest[:, None])
 
 
 @triton.jit
@@ -169,6 +209,10 @@ def write(y, sent, wire, place, inside, here, groups, base, first, bad, peak_of_
             v = tl.div_rn(y, tl.broadcast_to(scale[:, None], (ROWS, G)))
             tl.store(fields + place, tl.where(good, scale, nan), mask=inside)
             tl.store(fields + groups + place, tl.where(good, sent, nan), mask=inside)
+        elif MODE == QUOTIENT:
+            scale = tl.div_rn(tl.maximum(peak, TOP * _SMALLEST), top)
+            v = quotients(y, scale)
+            tl.store(fields + place, tl.where(good, scale, nan), mask=inside)
         else:
             held = tl.maximum(peak, TOP * _SMALLEST)
             v = y * tl.div_rn(top, held)[:, None]

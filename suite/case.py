@@ -118,7 +118,15 @@ class Group(Encoded):
     group: int = Field(128, ge=1)  # elements that share one scale
 
 
-class Hadamard(Encoded):
+class Fused(Encoded):
+    fused: bool = True  # each step one kernel on a GPU, else plain torch
+
+
+class Grouped(Fused):
+    group: int = Field(128, ge=1)
+
+
+class Hadamard(Fused):
     group: Literal[32, 64, 128, 256, 512] = 128  # elements that are transformed together and share one scale
 
 
@@ -130,7 +138,6 @@ class Taco(Hadamard):
     target: float | None = Field(None, gt=0)  # the largest code; none: the format's largest number
     rounding: Literal["nearest", "stochastic"] = "nearest"
     axis: Literal["hidden", "token"] = "hidden"  # along which a group lies
-    fused: bool = True  # one kernel on a GPU, else plain torch
 
     @model_validator(mode="after")
     def fitting(self) -> Taco:
@@ -146,7 +153,7 @@ class Taco(Hadamard):
 AXES: dict[str, dict[str, type[Row]]] = {
     "factor": {"dense": NoOptions, "svd": LowRank, "cola": CoLA, "lax": LowRank},
     "layout": {"megatron": Recompute, "megatron-sp": Recompute, "pairwise": Pairwise, "pairwise-heads": Pairwise, "btp": BTP},
-    "comm": {"bf16": NoOptions, "fp32": NoOptions, "fp64": NoOptions, "int8": Group, "fp8": Group, "taco": Taco,
+    "comm": {"bf16": NoOptions, "fp32": NoOptions, "fp64": NoOptions, "int8": Grouped, "fp8": Grouped, "taco": Taco,
              "int8-hadamard": Hadamard, "int8-tensor": Encoded, "fp8-cast": Encoded, "tahquant": Group},
     "precision": {"bf16": Parameters, "float32": NoOptions, "float64": NoOptions, "fp8": Fp8, "nvfp4": Nvfp4, "mxfp4": Mxfp4,
                   "tetrajet": TetraJet},

@@ -37,9 +37,10 @@ from kernels.registry import ENTRIES, Entry, compile, logits_and_targets, step_i
 
 
 def distinct() -> list[Entry]:
-    """One entry of each kernel, types and hints: the rest compile to the same. The codec's are compiled in test_taco_kernels.py."""
+    """One entry of each kernel, types and hints: the rest compile to the same. Codecs are compiled in test_taco_kernels.py
+    and test_grouped_kernels.py."""
     return list({(e.function.__qualname__, e.function.__module__, str(e.launch(**e.inputs("meta")).signature())): e
-                 for e in reversed(ENTRIES) if e.function.__module__ != "kernels.taco"}.values())
+                 for e in reversed(ENTRIES) if e.function.__module__ not in ("kernels.taco", "kernels.grouped")}.values())
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

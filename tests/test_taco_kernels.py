@@ -7,9 +7,9 @@ import pytest
 import taco_checks
 import torch
 from interpreter import interpreted
-from taco_checks import EXCHANGED, GRID, check, check_exchange
+from taco_checks import GRID, check
 
-from kernels import taco, taco_exchange, taco_reference
+from kernels import taco, taco_reference
 from kernels.registry import ENTRIES, compile
 
 MINE = [e for e in ENTRIES if e.function.__module__ == "kernels.taco"]
@@ -63,24 +63,6 @@ def test_on_a_device(options):
         check("cuda", torch.bfloat16, n, options)
         check("cuda", torch.float32, n, options)
         check("cuda", torch.float32, n, options, False, False)
-
-
-@pytest.mark.parametrize("arch, sent, received", [*((arch, 1, 1) for arch in ARCHITECTURES), (90, 2, 1), (90, 1, 2)])
-def test_an_exchange_compiles_without_spills_and_meets_at_system_scope(arch, sent, received):
-    n = 1 << 20
-    made = taco_exchange.exchange_launch(meta(sent, n, dtype=torch.bfloat16), meta(received, n, dtype=torch.bfloat16),
-                                         *[meta(2, dtype=torch.int64)] * 2, 0).compile(arch)
-    assert made.spills == 0 and made.registers <= 255 and made.shared <= SHARED[arch] * 1024
-    assert {*re.findall(r"(?:sys\.)(release|acquire)", made.ptx)} == {"release", "acquire"}
-    assert not re.search(r"(LDG|STG)\S*\.U8", "\n".join(made.instructions)), "codes must not cross byte by byte"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", EXCHANGED, ids=lambda o: "-".join(str(v) for v in o.values()))
-def test_an_exchange_on_a_device(options):
-    for n in (options["group"] * 8192, 100_003):
-        check_exchange("cuda", torch.bfloat16, n, options)
-        check_exchange("cuda", torch.float32, n, options)
 
 
 @pytest.mark.gpu

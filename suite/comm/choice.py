@@ -64,7 +64,8 @@ def _ways(transport: Transport, codec: Codec, op: Op, x: Tensor, dim: int, key: 
     if op == "all_reduce":
         wanted = bytewise.route_of(codec).algorithm
         algorithms = ("one-shot", "two-shot") if wanted == "auto" else (wanted,)
-        ways = {name: lambda name=name: bytewise.all_reduce(transport, codec, x, None, key, name, True).finish() for name in algorithms}
+        ways = {name: lambda name=name: bytewise.all_reduce(transport, codec, x, None, key, name, True).finish()
+                for name in algorithms}
         return {UNCOMPRESSED: lambda: transport.all_reduce(x.to(torch.bfloat16)).wait(), **ways}
     if op == "reduce_scatter":
         def plain() -> Tensor:

@@ -9,7 +9,7 @@ A slot is written again once a barrier lies behind the reads of its last message
 have read. Which slot a message gets depends on the order of calls alone, which is the same on every rank. Bytes sent: what
 the library's all-gather or all-to-all would send.
 
-exchange     a codec with a kernel for the whole collective does all of that in one launch (kernels/taco_exchange.py): it writes one
+exchange     a codec with a kernel for the whole collective does all of that in one launch (kernels/exchange.py): it writes one
              of two slots in turn, and the meeting of its programs lies between the reads of a slot and its next writing
 
 torch.distributed._symmetric_memory is private and moves: it is touched here alone (tried with torch 2.11). Plain peer
@@ -83,24 +83,24 @@ class Rooms:
         ranks where they lie, until the next exchange but one. Collective where a size is new."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         p, row = self.group.size, codec.slot_bytes(x.shape[1])
-        codes = len(x) * row
-        nbytes = -(-(codes + (0 if tail is None else tail.numel())) // ALIGNED) * ALIGNED
+        codes, extra = len(x) * row, 0 if tail is None else tail.numel()
+        nbytes = -(-(codes + extra) // ALIGNED) * ALIGNED
         turn = self.turns.get(nbytes) or self._turn(nbytes, x.device)
         stream = torch.cuda.current_stream()
         if self.stream is not None and stream != self.stream:
             stream.wait_stream(self.stream)
         self.stream = stream
-        self.counter.message(f"direct_{op}", (p if op == "all_gather" else len(x)) * (row + (0 if tail is None else tail.numel())), p)
+        self.counter.message(f"direct_{op}", (p if op == "all_gather" else len(x)) * (row + extra), p)
         slot, places = turn.slots[turn.next], turn.places[turn.next]
         turn.next = 1 - turn.next
         if tail is not None:
-            slot.whole[codes : codes + tail.numel()].copy_(tail)
+            slot.whole[codes : codes + extra].copy_(tail)
         codec.exchange(x, out, places, self.flags, self.group.index, key)
-        return [] if tail is None else [slot.handle.get_buffer(r, (tail.numel(),), torch.uint8, codes) for r in range(p)]
+        return [] if tail is None else [slot.handle.get_buffer(r, (extra,), torch.uint8, codes) for r in range(p)]
 
     def _turn(self, nbytes: int, device: torch.device) -> Turn:
         if self.flags is None:
-            from kernels.taco_exchange import ROUNDS, WIDTH
+            from kernels.exchange import ROUNDS, WIDTH
 
             self.raised = self._symmetric(4 * ROUNDS * WIDTH * self.group.size, device)
             self.raised.whole.zero_()

@@ -2,36 +2,44 @@
 
 A row of n elements is cut into ceil(n / group) groups, the last one filled up with zeros:
     wire of a row = [codes of all groups, 1 B each | scales, 4 B each]        (1 + 4 / group) B per element
-A group with a NaN or Inf gets a NaN scale, so all of it decodes to NaN, and `nonfinite` counts it. A group of zeros has
-scale 0 and decodes to exact zeros. Arithmetic is float32, sums go in rank order; the same input gives the same bytes.
+A group with a NaN or Inf gets a NaN scale, so all of it decodes to NaN, and `nonfinite` counts it. A group of zeros decodes to
+exact zeros. Arithmetic is float32, sums go in rank order; the same input gives the same bytes.
+
+On a GPU each step of fp8, int8 and int8-hadamard is one kernel, as TACO's are (kernels/grouped.py), for groups that those take (a
+power of two from 32 to 512). `fused: false` and the others run the same plain torch as a CPU, compiled by torch.compile.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.grouped_reference import quantise, values
+from kernels.taco_reference import GROUPS
 from suite.comm.nonfinite import Nonfinite
 from suite.comm.route import PLAIN, Route
+from suite.comm.stripes import apart, stacked
 from suite.seams import Key
 
 
 class Grouped(Nonfinite):
-    """A value of it gives `name`, `top` (largest code) and the two casts of one-byte codes, or a `quantise` of its own."""
+    """A value of it gives `name` and `format` (kernels.grouped_reference.NUMBERS), or `quantise` and `dequantise` of its own."""
 
     native = None
     name: str
-    top: float
+    format: str
     fields = 1  # float32 numbers sent with a group
-    to_codes: Callable[[Tensor], Tensor]  # float32 within [-top, top] -> uint8, rounded half to even
-    from_codes: Callable[[Tensor], Tensor]  # uint8 -> float32
+    kernels = False  # whether kernels/grouped.py has it
+    hadamard = False
 
-    def __init__(self, group: int = 128, route: Route = PLAIN) -> None:
+    def __init__(self, group: int = 128, route: Route = PLAIN, fused: bool = True) -> None:
         if group < 1:
             raise ValueError(f"comm {self.name}: group {group}: expected at least 1")
         self.group, self.route = group, route
+        self.fused = fused and self.kernels and group in GROUPS
         super().__init__()
         self._compiled: dict[str, Callable] = {}
 
@@ -45,27 +53,55 @@ class Grouped(Nonfinite):
 
     def encode(self, x: Tensor, out: Tensor, key: Key) -> None:
         """x [..., n] of any float dtype -> out [..., nbytes(n)] uint8."""
-        groups = self._groups(x)
-        codes, scales = self._on(x.device, "quantise", groups)
+        if step := self._kernel(x.device, "encode"):
+            step(x, hadamard=self.hadamard, out=out, bad=self.counter(x.device, key))
+            return
+        codes, scales = self._on(x.device, "quantise", self._groups(x))
         self._write(codes, scales, out, key)
 
     def decode(self, wire: Tensor, out: Tensor) -> None:
         """wire [..., nbytes(n)] uint8 -> out [..., n] of any float dtype."""
+        if step := self._kernel(wire.device, "decode"):
+            step(wire, hadamard=self.hadamard, out=out)
+            return
         codes, scales = self._split(wire)
-        values = self._on(wire.device, "dequantise", codes, scales).flatten(-2)
-        out.copy_(values[..., : out.shape[-1]])
+        found = self._on(wire.device, "dequantise", codes, scales).flatten(-2)
+        out.copy_(found[..., : out.shape[-1]])
 
     def reduce(self, wires: Sequence[Tensor], out: Tensor) -> None:
         """Sum of p wires [nbytes(n)] in float32, in their order -> out [n] of any float dtype."""
-        values = self._on(wires[0].device, "total", *self._split_all(wires)).flatten()
-        out.copy_(values[: out.shape[0]])
+        if step := self._kernel(out.device, "total"):
+            distance = apart(wires)
+            rows = stacked(wires) if distance is None else wires[0][None]
+            step(rows, hadamard=self.hadamard, out=out, stripes=len(wires), stripe=distance)
+            return
+        found = self._on(wires[0].device, "total", *self._split_all(wires)).flatten()
+        out.copy_(found[: out.shape[0]])
 
     def reencode(self, wires: Sequence[Tensor], numel: int, out: Tensor, key: Key) -> None:
         """encode(reduce(wires)) of `numel` elements, whole groups throughout -> out [nbytes(numel)]."""
         if numel % self.group:
             raise ValueError(f"comm {self.name}: reencode: {numel} elements are no whole groups of {self.group}")
+        if step := self._kernel(out.device, "reduce"):
+            step(stacked(wires), out=out, bad=self.counter(out.device, key))
+            return
         codes, scales = self._on(out.device, "requantise", *self._split_all(wires))
         self._write(codes, scales, out, key)
+
+    def exchanges(self, x: Tensor) -> bool:
+        """Whether `exchange` takes it."""
+        return self.fused and x.dtype in (torch.bfloat16, torch.float32)
+
+    def slot_bytes(self, n: int) -> int:
+        """Of a row of n elements in memory that peers read."""
+        return -(-self.nbytes(n) // 16) * 16
+
+    def exchange(self, x: Tensor, out: Tensor, slots: Tensor, flags: Tensor, rank: int, key: Key) -> None:
+        """A whole collective where ranks read each other's memory: kernels/exchange.py."""
+        from kernels.exchange import exchange
+
+        exchange(x, out, slots, flags, rank, self.group, mode="quotient", hadamard=self.hadamard, format=self.format,
+                 bad=self.counter(x.device, key))
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """float32 [..., g, group] -> codes uint8 of that shape, scales [..., g]."""
@@ -73,13 +109,10 @@ class Grouped(Nonfinite):
 
     def quantise_by(self, x: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
         """`quantise` with the largest magnitudes [..., g] given."""
-        scales = torch.where(torch.isfinite(peak), peak / self.top, torch.nan)
-        steps = torch.where(scales > 0, scales, torch.inf)[..., None]  # NaN > 0 is false: such codes are 0, their scale says it
-        y = torch.where(torch.isfinite(x), x / steps, 0.0).clamp(-self.top, self.top)
-        return self.to_codes(y), scales
+        return quantise(x, peak, self.format)
 
     def dequantise(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return self.from_codes(codes) * scales[..., None]
+        return values(codes, self.format) * scales[..., None]
 
     def total(self, codes: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:
         out = self.dequantise(codes[0], scales[0])
@@ -93,6 +126,14 @@ class Grouped(Nonfinite):
     def bad(self, codes: Tensor, scales: Tensor) -> Tensor:
         """How many groups held a NaN or Inf."""
         return torch.isnan(scales).sum()
+
+    def _kernel(self, device: torch.device, step: str) -> Callable | None:
+        """A step as one kernel, None where plain torch takes it."""
+        if device.type != "cuda" or not self.fused:
+            return None
+        from kernels import grouped
+
+        return partial(getattr(grouped, step), group=self.group, format=self.format)
 
     def _on(self, device: torch.device, method: str, *arguments):
         """Runs one of the four above, fused by torch.compile on a GPU: eager would pass over memory ten times."""

@@ -5,24 +5,16 @@ The relative L2 error of a Gaussian is 0.65 % at group 128.
 """
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from suite.comm.grouped import Grouped
 from suite.comm.route import Route
 
 
 class Int8(Grouped):
     name = "int8"
-    top = 127.0
-
-    def to_codes(self, y: Tensor) -> Tensor:
-        return y.round().to(torch.int8).view(torch.uint8)
-
-    def from_codes(self, codes: Tensor) -> Tensor:
-        return codes.view(torch.int8).to(torch.float32)
+    format = "int8"
+    kernels = True
 
 
 def build(group: int = 128, min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 1, direct: bool = True,
-          **context) -> Int8:
-    return Int8(group, Route(min_bytes, algorithm, depth, direct))
+          fused: bool = True, **context) -> Int8:
+    return Int8(group, Route(min_bytes, algorithm, depth, direct), fused)

@@ -18,9 +18,10 @@ from suite.comm.route import Route
 
 class Int8Hadamard(Int8):
     name = "int8-hadamard"
+    hadamard = True
 
-    def __init__(self, group: int, route: Route) -> None:
-        super().__init__(group, route)
+    def __init__(self, group: int, route: Route, fused: bool = True) -> None:
+        super().__init__(group, route, fused)
         if group not in GROUPS:
             raise ValueError(f"comm {self.name}: group {group}: expected a power of two from {GROUPS[0]} to {GROUPS[-1]}")
 
@@ -44,5 +45,5 @@ class Int8Hadamard(Int8):
 
 
 def build(group: int = 128, min_bytes: int | str = 0, algorithm: str = "auto", depth: int = 1, direct: bool = True,
-          **context) -> Int8Hadamard:
-    return Int8Hadamard(group, Route(min_bytes, algorithm, depth, direct))
+          fused: bool = True, **context) -> Int8Hadamard:
+    return Int8Hadamard(group, Route(min_bytes, algorithm, depth, direct), fused)

@@ -16,6 +16,7 @@ from suite.comm.route import Route
 
 class Int8Tensor(Int8):
     name = "int8-tensor"
+    kernels = False
 
     def __init__(self, route: Route) -> None:
         super().__init__(1, route)

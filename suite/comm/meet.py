@@ -150,5 +150,7 @@ def _cross_(x: Tensor, exact: Tensor | None, wire: int, size: int, dim: int, lay
 
 
 _MESSAGE = "SymInt dim, SymInt layer, str name, str purpose, str way"
-_crossing = opaque("cross", f"(Tensor x, Tensor? exact, SymInt wire, SymInt size, str op, {_MESSAGE}) -> (Tensor, Tensor)", _cross, _shape)
-_crossing_in_place = opaque("cross_", f"(Tensor(a!) x, Tensor? exact, SymInt wire, SymInt size, {_MESSAGE}) -> Tensor", _cross_, _total)
+_crossing = opaque("cross", f"(Tensor x, Tensor? exact, SymInt wire, SymInt size, str op, {_MESSAGE}) -> (Tensor, Tensor)",
+                   _cross, _shape)
+_crossing_in_place = opaque("cross_", f"(Tensor(a!) x, Tensor? exact, SymInt wire, SymInt size, {_MESSAGE}) -> Tensor",
+                            _cross_, _total)

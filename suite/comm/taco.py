@@ -34,7 +34,6 @@ the plain torch of kernels/taco_reference.py, as a CPU does).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ from kernels import taco_reference
 from kernels.philox import fold
 from suite.comm.nonfinite import Nonfinite
 from suite.comm.route import Route
+from suite.comm.stripes import apart, stacked
 from suite.seams import Key
 
 ROUNDINGS, AXES = ("nearest", "stochastic"), ("hidden", "token")
@@ -79,17 +79,17 @@ class Taco(Nonfinite):
     def reduce(self, wires: Sequence[Tensor], out: Tensor) -> None:
         """Sum of p wires [nbytes(n)] in float32, in their order -> out [n] of any float dtype."""
         total = self._on(out.device, "total")
-        apart = self._apart(wires) if out.device.type == "cuda" and self.fused else None
-        if apart is None:
-            total(_stacked(wires), **self._read, out=out)
+        step = apart(wires) if out.device.type == "cuda" and self.fused else None
+        if step is None:
+            total(stacked(wires), **self._read, out=out)
         else:
-            total(wires[0][None], **self._read, out=out, stripes=len(wires), stripe=apart)
+            total(wires[0][None], **self._read, out=out, stripes=len(wires), stripe=step)
 
     def reencode(self, wires: Sequence[Tensor], numel: int, out: Tensor, key: Key) -> None:
         """The sum of p wires of `numel` elements, whole groups throughout, encoded again -> out [nbytes(numel)]."""
         if numel % self.group:
             raise ValueError(f"comm taco: reencode: {numel} elements are no whole groups of {self.group}")
-        self._on(out.device, "reduce")(_stacked(wires), **self._write, noise=self._noise(key), out=out,
+        self._on(out.device, "reduce")(stacked(wires), **self._write, noise=self._noise(key), out=out,
                                        bad=self.counter(out.device, key))
 
     def exchanges(self, x: Tensor) -> bool:
@@ -101,10 +101,10 @@ class Taco(Nonfinite):
         return -(-self.nbytes(n) // 16) * 16
 
     def exchange(self, x: Tensor, out: Tensor, slots: Tensor, flags: Tensor, rank: int, key: Key) -> None:
-        """A whole collective where ranks read each other's memory: kernels.taco_exchange."""
-        from kernels import taco_exchange
+        """A whole collective where ranks read each other's memory: kernels/exchange.py."""
+        from kernels.exchange import exchange
 
-        taco_exchange.exchange(x, out, slots, flags, rank, **self._write, noise=self._noise(key), bad=self.counter(x.device, key))
+        exchange(x, out, slots, flags, rank, **self._write, noise=self._noise(key), bad=self.counter(x.device, key))
 
     def _on(self, device: torch.device, step: str):
         if device.type != "cuda" or not self.fused:
@@ -115,22 +115,6 @@ class Taco(Nonfinite):
 
     def _noise(self, key: Key) -> int | None:
         return fold(key.seed, key.step, key.micro, key.dp, *key.site, key.way, key.operand) if self.by_chance else None
-
-    @staticmethod
-    def _apart(wires: Sequence[Tensor]) -> int | None:
-        """Bytes from each wire to the next where they lie evenly apart in memory, as two always do: a kernel reads them there."""
-        steps = {b.data_ptr() - a.data_ptr() for a, b in pairwise(wires)}
-        return steps.pop() if len(steps) == 1 and all(w.stride() == (1,) for w in wires) else None
-
-
-def _stacked(wires: Sequence[Tensor]) -> Tensor:
-    """[p, b]: a view where the wires lie one stride apart in one tensor, as those of one message do."""
-    first, step = wires[0], wires[1].storage_offset() - wires[0].storage_offset() if len(wires) > 1 else wires[0].numel()
-    for number, wire in enumerate(wires):
-        if (wire.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or wire.stride() != (1,)
-                or wire.storage_offset() != first.storage_offset() + number * step or step < first.numel()):
-            return torch.stack(list(wires))
-    return first.as_strided((len(wires), first.numel()), (step, 1))
 
 
 def build(group: int = 128, mode: str = "lean", hadamard: bool = True, alpha: bool = True, format: str = "e4m3",

@@ -18,7 +18,6 @@ STEPS = 15.0
 
 class TahQuant(Grouped):
     name = "tahquant"
-    top = STEPS
     fields = 2
 
     def __init__(self, group: int, route: Route) -> None:

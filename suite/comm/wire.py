@@ -95,7 +95,8 @@ class Wire:
         op: none | all_reduce (same shape) | reduce_scatter (`dim` shrinks by p) | all_gather (`dim` grows by p) | max.
         exact: a statistic of any shape, always summed over all ranks. The result has the dtype of `x`, the statistic
         max(float32, its dtype). Where p is 1 or op is none, `x` itself comes back. Every rank must make the same calls.
-        owned: an all-reduce may overwrite x and give it back: it saves a copy. Raises WireError where p does not divide x.shape[dim] of a reduce_scatter, and where ranks come with unlike tensors.
+        owned: an all-reduce may overwrite x and give it back: it saves a copy.
+        Raises WireError where p does not divide x.shape[dim] of a reduce_scatter, and where ranks come with unlike tensors.
         """
         with torch.no_grad():
             dim = self._check(op, x, dim, site)

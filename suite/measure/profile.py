@@ -23,7 +23,7 @@ from suite.record import Metric
 STEP = "triaxis_profiled_step"
 # NCCL up to 2.18 ncclKernel_AllReduce_RING_LL_..., then ncclDevKernel_..., symmetric memory ncclSymkDevKernel_...
 NCCL = re.compile(r"^(void )?nccl\w*Kernel")
-PEERS = re.compile(r"^exchange_kernel")  # kernels/taco_exchange.py: waiting, transport and both halves of the codec
+PEERS = re.compile(r"^exchange_kernel")  # kernels/exchange.py: waiting, transport and both halves of the codec
 RANGE = re.compile(r"^(gloo:|c10d::)")
 
 Interval = tuple[float, float]

@@ -11,7 +11,8 @@ rounds: while a round is encoded the one before crosses, read by other programs 
 are stored nowhere. Programs meet through flags, int32 [p, ROUNDS, WIDTH] on each rank: having written round k, program b of rank i
 adds one to flag [i, k, b] of every other rank, which takes it away again when it reads. Released and acquired at system scope, as
 writes to a slot must be seen over the link; flags are zeros after a call, also in a CUDA graph.
-Tiles, modes and numbers are those of kernels/taco.py; mode coarse, which needs two passes, has no such kernel.
+Tiles, modes and numbers are those of kernels/taco.py, and with mode `quotient` of kernels/grouped.py; mode coarse, which needs two
+passes, has no such kernel.
 """
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import grouped_reference
 from kernels.float8 import from_code
 from kernels.launch import Kept, Launch
-from kernels.taco import MODES, TILE, WARPS, WIDEST, _by_arch, _format, _grid, _halves, _transform, matrix
-from kernels.taco_reference import FORMATS, checked, groups_of, nbytes
-from kernels.taco_tile import LEAN, butterflies, factors, fetched, product, scales, write
+from kernels.taco import HARDWARE, MODES, TILE, WARPS, WIDEST, _by_arch, _grid, _halves, _numbers, _transform, matrix
+from kernels.taco_reference import FORMATS, Format, checked, nbytes
+from kernels.taco_tile import COARSE, PAPER, butterflies, factors, fetched, product, scales, write
 
 WIDTH = 1024  # the most programs of a call
 ROUNDS = 8  # the most rounds
@@ -67,12 +69,12 @@ def await_peers(flags, me, number, PEERS: tl.constexpr, ROUNDS: tl.constexpr, WI
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "n", "groups", "me", "row", "rounds"])
 def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_high, n, groups, me, row, rounds, x_stride,
-                    slot_stride, out_stride, ROWS: tl.constexpr, G: tl.constexpr, LOG_G: tl.constexpr, K: tl.constexpr, SENT: tl.constexpr,
-                    SUM: tl.constexpr, PEERS: tl.constexpr, ROUNDS: tl.constexpr, WIDTH: tl.constexpr, PHASE: tl.constexpr, HADAMARD: tl.constexpr,
-                    PRODUCT: tl.constexpr, READ_PRODUCT: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr,
+                    slot_stride, out_stride, ROWS: tl.constexpr, G: tl.constexpr, LOG_G: tl.constexpr, K: tl.constexpr,
+                    SENT: tl.constexpr, SUM: tl.constexpr, PEERS: tl.constexpr, ROUNDS: tl.constexpr, WIDTH: tl.constexpr, PHASE: tl.constexpr,
+                    HADAMARD: tl.constexpr, PRODUCT: tl.constexpr, READ_PRODUCT: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr,
                     READ_NORM: tl.constexpr, MODE: tl.constexpr, ALPHA: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
                     BITS: tl.constexpr, LOWEST: tl.constexpr, CHANCE: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
-                    HARDWARE: tl.constexpr):
+                    HARDWARE: tl.constexpr, FOLD: tl.constexpr):
     k = tl.arange(0, K)
     here = tl.arange(0, ROWS)[:, None] * G + tl.arange(0, G)[None, :]
     part = tl.arange(0, ROWS)[:, None] * G + k[None, :]
@@ -96,9 +98,10 @@ def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_
                     base = start.to(tl.int64) * G
                     left = n - base
                     sent = 0.0
-                    if MODE == LEAN:
+                    if MODE != PAPER and MODE != COARSE:
                         if PRODUCT:
-                            y = product(source + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE)
+                            y = product(source + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE,
+                                        FOLD)
                         else:
                             y = fetched(source + base, here, left, inside, WHOLE, FULL).to(tl.float32)
                             if HADAMARD:
@@ -108,7 +111,8 @@ def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_
                         pre, sent = factors(y, MODE, ALPHA, TOP, G)
                         pre *= NORM
                         if PRODUCT:
-                            y = product(source + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE)
+                            y = product(source + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE,
+                                        FOLD)
                             y *= pre[:, None]
                         else:
                             y *= pre[:, None]
@@ -135,7 +139,8 @@ def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_
                 for rank in tl.static_range(PEERS):
                     wire = tl.multiple_of(tl.load(slots + rank).to(tl.pointer_type(tl.uint8)), 16) + row * slot_stride
                     if READ_PRODUCT:
-                        value = product(wire + base, part, left, inside, g, False, K, G // K, True, FULL, BITS, LOWEST, HARDWARE)
+                        value = product(wire + base, part, left, inside, g, False, K, G // K, True, FULL, BITS, LOWEST, HARDWARE,
+                                        FOLD)
                     else:
                         value = from_code(fetched(wire + base, here, left, inside, True, FULL), tl.float32, BITS, LOWEST, HARDWARE)
                     scale = scales((wire + size).to(tl.pointer_type(tl.float32)), place, inside, groups, MODE) * READ_NORM
@@ -165,25 +170,32 @@ def put(value, out, here, left, inside, WHOLE: tl.constexpr, FULL: tl.constexpr)
 
 
 @lru_cache(maxsize=4096)
-def _exchanging(sent: int, received: int, n: int, peers: int, dtype: torch.dtype, wide: bool, device: torch.device, group: int,
-                mode: str, hadamard: bool, alpha: bool, format: str, target: float | None, chance: bool, product: bool | None,
-                phase: int) -> tuple:
-    """(grid, constants, those of an architecture, matrices, groups of a row): the same for every message of a shape."""
-    top = checked(group, mode, format, target, alpha)
+def exchanging(sent: int, received: int, n: int, peers: int, dtype: torch.dtype, wide: bool, device: torch.device, group: int,
+               mode: str, hadamard: bool, alpha: bool, format: str, target: float | None, chance: bool, product: bool | None,
+               phase: int) -> tuple:
+    """(grid, constants, those of an architecture, matrices, groups of a row, rounds): the same for every message of a shape."""
+    if mode == "coarse":
+        raise ValueError("taco: mode coarse takes two passes: no exchange in one kernel")
+    scaled = mode != "paper"
+    if mode == "quotient":
+        numbers: Format = grouped_reference.checked(group, format)
+        top = numbers.top
+    else:
+        numbers, top = FORMATS[format], checked(group, mode, format, target, alpha)
     write_product = hadamard and (dtype == torch.bfloat16 if product is None else product)
     read_product = hadamard and (not wide if product is None else product)
-    groups = groups_of(nbytes(n, group, mode), group, mode)
-    whole = n == groups * group
-    norm = 1.0 if not hadamard else 1.0 / group if mode == "lean" else 1.0 / math.sqrt(group)
-    width = min(group, WIDEST)
-    encoder = matrix(width, dtype, norm if mode == "lean" else 1.0, False, device) if write_product else None
+    groups = -(-n // group)
+    whole, norm, width = n == groups * group, 1.0 / group if scaled else 1.0 / math.sqrt(group), min(group, WIDEST)
+    encoder = matrix(width, dtype, norm if scaled else 1.0, False, device) if write_product else None
     decoder = matrix(width, torch.float16, 1.0, True, device) if read_product else None
-    constants = Kept({"G": group} | _transform(group) | _format(format) | {
+    constants = Kept({"G": group} | _transform(group) | _numbers(numbers) | {
         "SENT": sent, "SUM": received == 1, "PEERS": peers, "ROUNDS": ROUNDS, "WIDTH": WIDTH, "PHASE": phase, "HADAMARD": hadamard,
-        "PRODUCT": write_product, "READ_PRODUCT": read_product, "WHOLE": whole, "NORM": norm,
-        "READ_NORM": 1.0 / math.sqrt(group) if hadamard and mode != "lean" else 1.0, "MODE": MODES[mode], "ALPHA": alpha,
-        "TOP": top, "TOP_CODE": FORMATS[format].top, "CHANCE": chance})
+        "PRODUCT": write_product, "READ_PRODUCT": read_product, "WHOLE": whole, "NORM": norm if hadamard else 1.0,
+        "READ_NORM": 1.0 / math.sqrt(group) if hadamard and not scaled else 1.0, "MODE": MODES[mode], "ALPHA": alpha,
+        "TOP": top, "TOP_CODE": numbers.top, "CHANCE": chance})
     by_arch = _by_arch(groups, group, whole, write_product or read_product, peers if received == 1 else 1, True)
+    rows = by_arch["ROWS"]  # below sm_89 codes made in integer arithmetic leave registers for half a tile
+    by_arch |= {"ROWS": lambda arch: max(1, rows(arch) // (2 if 0 < arch < HARDWARE else 1))}
     programs = min(_grid(groups, group, 1, device, PER_PROCESSOR)[0], WIDTH)
     rounds = min(ROUNDS, max(1, groups * group // (programs * ROUND * TILE)))
     return (programs,), constants, by_arch, encoder, decoder, groups, rounds
@@ -194,30 +206,28 @@ def exchange_launch(x: Tensor, out: Tensor, slots: Tensor, flags: Tensor, rank: 
                     noise: int | None = None, bad: Tensor | None = None, product: bool | None = None,
                     phase: int = WHOLE_CALL) -> Launch:
     """x [r, n], out [1, n] or [p, n], slots and flags int64 [p]: addresses on this device of each rank's slot and flags."""
-    if mode == "coarse":
-        raise ValueError("taco: mode coarse takes two passes: no exchange in one kernel")
-    (sent, n), peers = x.shape, len(slots)
-    grid, constants, by_arch, encoder, decoder, groups, rounds = _exchanging(
-        sent, len(out), n, peers, x.dtype, out.dtype == torch.float32 and len(out) == 1, x.device, group, mode, hadamard, alpha, format,
-        target, noise is not None, product, phase)
+    (sent, n), peers = x.shape, slots.shape[0]
+    grid, constants, by_arch, encoder, decoder, groups, rounds = exchanging(
+        sent, out.shape[0], n, peers, x.dtype, out.dtype == torch.float32 and out.shape[0] == 1, x.device, group, mode, hadamard,
+        alpha, format, target, noise is not None, product, phase)
     arguments = {"x": x, "out": out, "slots": slots, "flags": flags, "bad": bad, "encoder": encoder, "decoder": decoder,
-                 **_halves(noise), "n": n, "groups": groups, "me": rank, "row": rank if sent > 1 else 0, "rounds": rounds, "x_stride": x.stride(0),
-                 "slot_stride": slot_bytes(n, group, mode), "out_stride": out.stride(0)}
+                 **_halves(noise), "n": n, "groups": groups, "me": rank, "row": rank if sent > 1 else 0, "rounds": rounds,
+                 "x_stride": x.stride(0), "slot_stride": slot_bytes(n, group, mode), "out_stride": out.stride(0)}
     return Launch(exchange_kernel, grid, arguments, constants, WARPS, by_arch)
 
 
 def slot_bytes(n: int, group: int = 128, mode: str = "lean") -> int:
     """Bytes from one row of a slot to the next: whole multiples of 16."""
-    return -(-nbytes(n, group, mode) // 16) * 16
+    return -(-nbytes(n, group, "lean" if mode == "quotient" else mode) // 16) * 16
 
 
 def exchange(x: Tensor, out: Tensor, slots: Tensor, flags: Tensor, rank: int, group: int = 128, **options: Any) -> Tensor:
     """The collective of the module docstring on this rank; x [r, n] and out [1 or p, n] bfloat16 or float32, rows contiguous.
 
-    slots, flags: int64 [p], addresses of the ranks' slots [r, slot_bytes(n)] and flags int32 [p, ROUNDS, WIDTH], all zeros before the
-    first call. A slot must not be written before its readers are done: two slots in turn suffice, since a rank that met its
+    slots, flags: int64 [p], addresses of the ranks' slots [r, slot_bytes(n)] and flags int32 [p, ROUNDS, WIDTH], all zeros before
+    the first call. A slot must not be written before its readers are done: two slots in turn suffice, since a rank that met its
     peers in the call between knows that they have read. Every rank must call with the same shapes and options; one that does
-    not come lets the others wait. Options as in kernels.taco.encode.
+    not come lets the others wait. Options as in kernels.taco.encode; mode `quotient`: those of kernels.grouped.encode.
     """
     exchange_launch(x, out, slots, flags, rank, group, **options).run()
     return out
