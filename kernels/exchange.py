@@ -70,11 +70,11 @@ def await_peers(flags, me, number, PEERS: tl.constexpr, ROUNDS: tl.constexpr, WI
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "n", "groups", "me", "row", "rounds"])
 def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_high, n, groups, me, row, rounds, x_stride,
                     slot_stride, out_stride, ROWS: tl.constexpr, G: tl.constexpr, LOG_G: tl.constexpr, K: tl.constexpr,
-                    SENT: tl.constexpr, SUM: tl.constexpr, PEERS: tl.constexpr, ROUNDS: tl.constexpr, WIDTH: tl.constexpr, PHASE: tl.constexpr,
-                    HADAMARD: tl.constexpr, PRODUCT: tl.constexpr, READ_PRODUCT: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr,
-                    READ_NORM: tl.constexpr, MODE: tl.constexpr, ALPHA: tl.constexpr, TOP: tl.constexpr, TOP_CODE: tl.constexpr,
-                    BITS: tl.constexpr, LOWEST: tl.constexpr, CHANCE: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
-                    HARDWARE: tl.constexpr, FOLD: tl.constexpr):
+                    SENT: tl.constexpr, SUM: tl.constexpr, PEERS: tl.constexpr, ROUNDS: tl.constexpr, WIDTH: tl.constexpr,
+                    PHASE: tl.constexpr, HADAMARD: tl.constexpr, PRODUCT: tl.constexpr, READ_PRODUCT: tl.constexpr,
+                    WHOLE: tl.constexpr, NORM: tl.constexpr, READ_NORM: tl.constexpr, MODE: tl.constexpr, ALPHA: tl.constexpr,
+                    TOP: tl.constexpr, TOP_CODE: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, CHANCE: tl.constexpr,
+                    FULL: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr, FOLD: tl.constexpr):
     k = tl.arange(0, K)
     here = tl.arange(0, ROWS)[:, None] * G + tl.arange(0, G)[None, :]
     part = tl.arange(0, ROWS)[:, None] * G + k[None, :]
