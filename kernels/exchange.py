@@ -34,7 +34,7 @@ from kernels.taco_tile import COARSE, PAPER, butterflies, factors, fetched, prod
 
 WIDTH = 1024  # the most programs of a call
 ROUNDS = 8  # the most rounds
-ROUND = 4  # tiles of a program in a round
+ROUND = 8  # tiles of a program in a round: shorter ones cost more in meeting than they hide (H200, two GPUs)
 PER_PROCESSOR = 2
 WHOLE_CALL, WRITE, READ = 0, 1, 2  # phases: both and the meeting between them, or one of them alone
 _WRITE, _READ = tl.constexpr(WRITE), tl.constexpr(READ)
