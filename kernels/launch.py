@@ -56,7 +56,7 @@ class Kept(dict):
     __eq__ = object.__eq__
 
 
-_compiled: dict[tuple, Any] = {}  # (kernel, kept constants, warps, what Triton specialises on) -> its compiled kernel
+_compiled: dict[tuple, Any] = {}  # (kernel, kept constants, warps, grid, device, what Triton specialises on) -> how it is launched
 
 
 @dataclass(frozen=True)
@@ -79,23 +79,33 @@ class Launch:
             self._first(self.constants_at(arch))
             return
         # an address in place of a tensor: Triton's launcher would ask for it, and the driver whether it is the device's
-        given = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in self.arguments.items()}
-        place = self.kernel, self.constants, self.warps, torch.cuda.current_device(), *(
-            (value.dtype, given[name] % ALIGNED == 0) if isinstance(value, Tensor) else _specialised(value)
-            for name, value in self.arguments.items())
-        found = _compiled.get(place)
+        given, place = [], [self.kernel, self.constants, self.warps, self.grid, torch.cuda.current_device()]
+        for value in self.arguments.values():
+            if isinstance(value, Tensor):
+                place.append(value.dtype)
+                value = value.data_ptr()
+                place.append(value % ALIGNED == 0)
+            elif type(value) is int:
+                place.append((value == 1, value % ALIGNED == 0, -2**31 <= value < 2**31))
+            else:
+                place.append((type(value), value))
+            given.append(value)
+        key = tuple(place)
+        found = _compiled.get(key)
         if found is None:
             constants = self.constants_at(arch)
             made = self._first(constants)
+            names = list(self.arguments)
             order = [(p.name, p.is_constexpr) for p in self.kernel.params]
-            _compiled[place] = made, [constants[name] if fixed else None for name, fixed in order], [
-                (at, name) for at, (name, fixed) in enumerate(order) if not fixed]
+            _compiled[key] = (made[self.grid if len(self.grid) == 3 else (*self.grid, 1, 1)[:3]],
+                              [constants[name] if fixed else None for name, fixed in order],
+                              [(at, names.index(name)) for at, (name, fixed) in enumerate(order) if not fixed])
             return
-        made, fixed, free = found
+        launch, fixed, free = found
         values = list(fixed)
-        for at, name in free:
-            values[at] = given[name]
-        made[self.grid if len(self.grid) == 3 else (*self.grid, 1, 1)[:3]](*values)
+        for at, index in free:
+            values[at] = given[index]
+        launch(*values)
 
     def _first(self, constants: Mapping[str, Any]) -> Any:
         return self.kernel[self.grid](**self.arguments, **constants, num_warps=self.warps, enable_fp_fusion=False)
@@ -151,11 +161,6 @@ _available = cache(torch.cuda.is_available)
 def _architecture(device: int) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def _specialised(value: Any) -> Any:
-    """At least what Triton compiles anew for, of a number: its type, whether it divides by 16, the number 1."""
-    return (value == 1, value % ALIGNED == 0, -2**31 <= value < 2**31) if type(value) is int else (type(value), value)
 
 
 def _dump(cubin: bytes, what: str) -> str:

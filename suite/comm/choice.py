@@ -53,8 +53,10 @@ def _measure(transport: Transport, codec: Codec, op: Op, x: Tensor, dim: int) ->
     key, scratch = Key(site=(-2, "choice"), operand=f"{op} {transport.index}"), sample.clone()
     counter, transport.counter = transport.counter, Counter()  # what is tried out is not the model's traffic
     try:
+        one = torch.ones(1, device=x.device)
         took = timed(_ways(transport, codec, op, scratch, dim, key), x.device, TIMED, transport.barrier,
-                     lambda: scratch.copy_(sample))  # sums in place would grow without end
+                     lambda: scratch.copy_(sample),  # sums in place would grow without end
+                     lambda: transport.all_reduce(one, "max").wait())
         return {name: _agreed(transport, statistics.median(seconds)) for name, seconds in took.items()}
     finally:
         transport.counter = counter

@@ -2,11 +2,13 @@
 
 A `measure: collective` case sends one message of [data.batch x data.seq, hidden of the model] bf16 values, n of them, `steps`
 times. All runs take turns, one after the other in each repeat, so that what disturbs the machine disturbs all of them; each
-starts with a barrier and, on a GPU, with the L2 cache overwritten, and is warmed up before. The sum is checked first.
+starts with a barrier and, on a GPU, with the L2 cache overwritten and a message of one number, so that no device waits for
+another; all are warmed up before. The sum is checked first.
 
     all_reduce_gb_per_s       GB/s  2n bytes over the time of the all-reduce with the case's codec, whatever crosses
     all_reduce_bf16_gb_per_s, all_reduce_fp32_gb_per_s     the library's own, in place as ours, the same n values
     all_reduce_speedup        x     time of bf16's over the codec's, repeat by repeat
+    all_reduce_host_us, all_reduce_bf16_host_us     us   that the host takes to queue it; on the CPU that is all of it
     ceiling_one_shot, ceiling_two_shot     x     the same of the codec's bytes moved without any codec: an all-gather of whole
                                            tensors, an all-to-all and an all-gather of shares
     all_reduce_error          %     relative L2 error of the sum on the first values
@@ -105,12 +107,15 @@ def _collectives(x: Tensor, codec: Codec, wire: Wire, transport: Transport, repe
         for buffer in (*buffers.values(), mine):
             buffer.copy_(x)
 
-    times = timed(runs, x.device, repeats, transport.barrier, fresh)
+    one, host = torch.ones(1, device=x.device), {}
+    times = timed(runs, x.device, repeats, transport.barrier, fresh, lambda: transport.all_reduce(one, "max").wait(), host)
     ours = times.get("codec") or times["bf16" if codec.native == torch.bfloat16 else "fp32"]
     found = [metric_from([x.numel() * 2 / t / 1e9 for t in taken], name, "GB/s")
              for name, taken in (("all_reduce_gb_per_s", ours), ("all_reduce_bf16_gb_per_s", times["bf16"]),
                                  ("all_reduce_fp32_gb_per_s", times["fp32"]))]
     found.append(metric_from([b / t for b, t in zip(times["bf16"], ours)], "all_reduce_speedup", "x"))
+    found += [metric_from([1e6 * t for t in host[run]], name, "us") for name, run in (
+        ("all_reduce_host_us", "codec" if "codec" in host else "bf16"), ("all_reduce_bf16_host_us", "bf16"))]
     for name in ("one_shot", "two_shot"):
         found.append(metric_from([b / t for b, t in zip(times["bf16"], times[name])], f"ceiling_{name}", "x") if name in times
                      else Metric(f"ceiling_{name}", None, "x", reason=NONE))
