@@ -86,7 +86,7 @@ def test_same_revision_does_not_alarm_and_a_slow_kernel_alone_does(tmp_path):
 def test_faults(tmp_path, extra, word):
     folder = repository(tmp_path)
     change(folder, extra)
-    [found] = ab.gate(folder, "HEAD", None, "cpu", only="sin")
+    [found] = ab.gate(folder, "HEAD", None, "cpu", only=["sin"])
     assert found.verdict == FAULT and word in found.text
 
 
