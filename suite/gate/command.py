@@ -119,6 +119,29 @@ def register(one_line: Callable) -> typer.Typer:
 
     @app.command()
     @one_line
+    def tree(out: Path, base: Annotated[str | None, typer.Option(help="Also paired timing against this revision.")] = None,
+             runs: Runs = None) -> None:
+        """Writes what all gates say of the working tree to a file, and succeeds whatever it is; `check` fails then."""
+        import torch
+
+        from suite import record
+        from suite.gate import tree as trees
+        from suite.machine import Machine
+
+        rows = trees.findings(runs or record.folder(Machine.here().name), base, "cuda" if torch.cuda.is_available() else "cpu")
+        trees.write(out, rows)
+
+    @app.command()
+    @one_line
+    def check(findings: Path) -> None:
+        """Names what fails among the findings of `tree`, with their exit status."""
+        from suite.gate import tree as trees
+
+        rows = trees.read(findings)
+        _say("Working tree", [Finding(f"{row['gate']} {row['kernel']}", row["verdict"], row["text"]) for row in rows], None)
+
+    @app.command()
+    @one_line
     def compare(old: Path, new: Path, tolerance: Tolerance = None, markdown: Page = None) -> None:
         """Compares two files of `pytest --benchmark-only --benchmark-json=FILE`."""
         from suite.gate.compare import gate
