@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 
 import pytest
@@ -14,6 +15,7 @@ from suite.gate import ab, budget, losses, tree
 from suite.gate.finding import FAULT, FINE, NEW, WORSE, Finding
 from suite.report import gate as report
 from suite.report.source import ReportError
+from suite.workload import ROOT
 
 ROW = {"registers": 32, "spills": 0, "instructions": 100, "traffic": 2.0}
 
@@ -86,3 +88,12 @@ def test_table_and_figure_over_revisions(tmp_path, said):
     (tmp_path / "found.json").write_text("[]")
     with pytest.raises(ReportError, match="not findings"):
         report.write(tmp_path / "results", tmp_path / "found.json", tmp_path)
+
+
+def test_every_fault_of_the_readme_has_its_test():
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| fault | caught by | test |\n")[2].partition("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[1:]]
+    sources = "\n".join(path.read_text("utf-8") for path in (ROOT / "tests").glob("test_gate*.py"))
+    defined = set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
+    named = [re.findall(r"`(test_\w+)`", row[2]) for row in rows]
+    assert len(rows) >= 15 and all(named) and {name for names in named for name in names} <= defined

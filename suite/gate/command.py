@@ -133,12 +133,12 @@ def register(one_line: Callable) -> typer.Typer:
 
     @app.command()
     @one_line
-    def check(findings: Path) -> None:
+    def check(findings: Path, markdown: Page = None) -> None:
         """Names what fails among the findings of `tree`, with their exit status."""
         from suite.gate import tree as trees
 
         rows = trees.read(findings)
-        _say("Working tree", [Finding(f"{row['gate']} {row['kernel']}", row["verdict"], row["text"]) for row in rows], None)
+        _say("Working tree", [Finding(f"{row['gate']} {row['kernel']}", row["verdict"], row["text"]) for row in rows], markdown)
 
     @app.command()
     @one_line

@@ -6,15 +6,15 @@
 Imports the revision's suite, and nothing of this file's neighbours. The two processes are this file too: they make as many calls
 as each line of their standard input says, and end with it.
 
-    python steps.py RANK STORE     in the folder of a revision
+    RANK=0 WORLD_SIZE=2 ... python steps.py     in the folder of a revision
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -100,10 +100,13 @@ class Collective:
     """As Step, over two processes of its own; rank 0 times between two meetings."""
 
     def check(self) -> str | None:
-        self.folder = tempfile.TemporaryDirectory(prefix="triaxis-gate-")
-        store = str(Path(self.folder.name) / "store")
-        self.ranks = [subprocess.Popen([sys.executable, __file__, str(index), store], text=True, stdin=subprocess.PIPE,
-                                       stdout=subprocess.PIPE if index == 0 else None) for index in (0, 1)]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+        self.ranks = [subprocess.Popen([sys.executable, __file__], text=True, stdin=subprocess.PIPE,
+                                       stdout=subprocess.PIPE if index == 0 else None,
+                                       env={**os.environ, **meeting, "RANK": str(index), "LOCAL_RANK": str(index)})
+                      for index in (0, 1)]
         return self._ask("check 0") or self._ask("check 1") or None
 
     def _ask(self, line: str) -> str:
@@ -125,7 +128,6 @@ class Collective:
         for rank in self.ranks:
             rank.stdin.close()
             rank.wait(60)
-        self.folder.cleanup()
 
     def seconds(self, loops: int) -> float:
         return float(self._ask(f"run {loops}"))
@@ -137,22 +139,17 @@ def message(index: int, seed: int) -> Any:
     return torch.randn(VALUES, generator=torch.Generator().manual_seed(10 * seed + index)).bfloat16()
 
 
-def wire(index: int, store: str) -> Any:
+def wire() -> Any:
     """This rank's wire of the two."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
     from suite.case import Choice
     from suite.comm.counter import Counter
     from suite.comm.wire import Wire
-    from suite.mesh import Group
+    from suite.mesh import Mesh
     from suite.seams import make
 
-    where = {"rank": index, "world_size": 2, "timeout": timedelta(seconds=60)}
-    dist.init_process_group("gloo", init_method=f"file://{store}", **where)
+    group = Mesh.from_env(tp=2, link="gloo", timeout=60.0).group("tp")
     codecs = {way: make("comm", Choice(name="taco")) for way in ("forward", "backward")}
-    return Wire("tp", Group((0, 1), index, dist.group.WORLD), codecs, Counter())
+    return Wire("tp", group, codecs, Counter())
 
 
 def checked(made: Any, seed: int) -> str:
@@ -162,14 +159,16 @@ def checked(made: Any, seed: int) -> str:
     return "" if error < WRONG else "writes nothing but zeros" if not made.count_nonzero() else f"the sum is {error:.3g} off"
 
 
-def serve(index: int, store: str) -> None:
+def serve() -> None:
     """One rank: an answer to each line is rank 0's."""
     import torch
+
+    index = int(os.environ["RANK"])
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    one, given = wire(index, store), message(index, 0)
+    one, given = wire(), message(index, 0)
     for line in sys.stdin:
         what, number = line.split()
         if what == "check":
@@ -188,4 +187,4 @@ def serve(index: int, store: str) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(Path.cwd())  # the revision's own modules
-    serve(int(sys.argv[1]), sys.argv[2])
+    serve()
