@@ -11,7 +11,7 @@ from test_gate_ab import git
 from typer.testing import CliRunner
 
 from suite import cli
-from suite.gate import ab, budget, losses, tree
+from suite.gate import ab, budget, losses, tree, trial
 from suite.gate.finding import FAULT, FINE, NEW, WORSE, Finding
 from suite.report import gate as report
 from suite.report.source import ReportError
@@ -97,3 +97,18 @@ def test_every_fault_of_the_readme_has_its_test():
     defined = set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
     named = [re.findall(r"`(test_\w+)`", row[2]) for row in rows]
     assert len(rows) >= 15 and all(named) and {name for names in named for name in names} <= defined
+
+
+def test_the_readme_says_what_the_committed_trials_found():
+    """No alarm without a change, an alarm in each run at 15 %, by this README's own commands."""
+    for path in (ROOT / "results/reference").glob("*/gate_trial.csv"):
+        rows = trial.load(path)
+        text = (ROOT / "README.md").read_text(encoding="utf-8")
+        for line, _ in trial.summary(rows):
+            assert line in text, line
+        for share in (0.0, 0.15) if rows[0]["device"] == "cpu" else (0.0, 0.05):
+            assert sum(row["share"] == share for row in rows) >= 20
+            assert all(good for _, good in trial.summary([row for row in rows if row["share"] == share]))
+        assert (path.parent / "environment.txt").exists()
+    with pytest.raises(ValueError, match="not a table of a trial"):
+        trial.load(ROOT / "workloads/claims.csv")

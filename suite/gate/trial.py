@@ -14,6 +14,7 @@ suite/gate/slower.py in it. On a CPU each starts processes of its own, on a GPU 
 
 from __future__ import annotations
 
+import csv
 import os
 import shutil
 import tempfile
@@ -89,6 +90,16 @@ def _row(findings: Sequence[Finding], head: Path) -> dict[str, Any]:
     return {"kernels": len(findings), "alarms": named(WORSE), "unsure": sum(one.verdict == UNSURE for one in findings),
             "faults": named(FAULT), "injected": sum(injected) / len(injected) - 1 if injected else None,
             "load": round(os.getloadavg()[0], 2)}
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """Rows of a table that a trial wrote. Raises ValueError for one with other columns."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not rows or tuple(rows[0]) != HEADER:
+        raise ValueError(f"{path.name}: not a table of a trial: it needs {', '.join(HEADER)}")
+    return [row | {"share": float(row["share"]), "kernels": int(row["kernels"]), "load": float(row["load"]),
+                   "injected": float(row["injected"]) if row["injected"] else None} for row in rows]
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
