@@ -67,7 +67,7 @@ def test_table_and_figure_over_revisions(tmp_path, said):
     commit(tmp_path, {}, words=["one"])
     (tmp_path / "kernels/budget.json").write_text("{")
     git(tmp_path, "commit", "-qam", "broken")
-    commit(tmp_path, {}, {"registers": 40, "spills": 8}, words=["two"])
+    commit(tmp_path, {}, {"registers": 40, "spills": 8, "instructions": 300}, words=["two"])
     commit(tmp_path, {"instructions": 90})
     tree.write(tmp_path / "found.json", tree.findings(tmp_path, "HEAD", "cpu"))
     paths = report.write(tmp_path / "results", tmp_path / "found.json", tmp_path)
@@ -76,7 +76,7 @@ def test_table_and_figure_over_revisions(tmp_path, said):
     commits = git(tmp_path, "log", "--reverse", "--abbrev=10", "--format=%h").split()
     values = {(row["revision"], row["quantity"]): float(row["value"]) for row in rows if row["kernel"] == "k.run sm_90"}
     assert [values[name, "instructions"] for name in (commits[0], commits[2], report.HERE)] == [100, 200, 90]
-    assert (values[commits[2], "registers"], values[commits[2], "spills"], values[commits[2], "traffic"]) == (40, 8, 4)
+    assert (values[commits[2], "registers"], values[commits[2], "spills"], values[commits[2], "traffic"]) == (40, 8, 2)
     assert commits[1] not in {row["revision"] for row in rows}
     assert {(row["gate"], row["kernel"], row["value"], row["verdict"]) for row in rows if row["quantity"].startswith("time")} == {
         ("ab", "c", "1.15", WORSE), ("ab", "d", "0.99", FINE)}

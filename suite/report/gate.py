@@ -1,8 +1,8 @@
 """The gate over revisions: results/tables/gate.csv and results/figures/gate.png.
 
     revision, date    a commit that changed kernels/budget.json, oldest first, or `working tree`
-    gate, kernel      `budget`: a kernel's function and architecture, over its entries: most registers, most spills, instructions
-                      and traffic added up; and for the working tree each gate's findings: a row where something is not ok,
+    gate, kernel      `budget`: a kernel's function and architecture, over its entries: most registers, most spills, mean of
+                      instructions and of traffic; and for the working tree each gate's findings: a row where something is not ok,
                       and how many of each verdict
     quantity, value   value empty where the verdict is all there is
 
@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from suite.gate.ab import git
@@ -29,7 +30,7 @@ from suite.workload import ROOT
 
 HEADER = ("revision", "date", "gate", "kernel", "quantity", "value", "verdict", "text")
 HERE, BUDGET = "working tree", "kernels/budget.json"
-OVER = {"registers": max, "spills": max, "instructions": sum, "traffic": sum}
+OVER = {"registers": max, "spills": max, "instructions": fmean, "traffic": fmean}
 SHOWN = "sm_90"
 
 
@@ -57,7 +58,7 @@ def summed(budget: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
                 rows.setdefault(name.partition("/")[0], []).append(row)
         for function, mine in sorted(rows.items()):
             for quantity, over in OVER.items():
-                yield f"{function} {place}", quantity, round(float(over(row[quantity] for row in mine)), 4)
+                yield f"{function} {place}", quantity, round(float(over([row[quantity] for row in mine])), 4)
 
 
 def table(history: Sequence[tuple[str, str, Mapping[str, Any]]], found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -90,17 +91,17 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> bytes:
         first = next(iter(points.values()))
         left.plot(list(points), [value / first for value in points.values()], marker="o", label=kernel, color=colour)
     left.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    left.set_ylabel(f"instructions on {SHOWN}, over the first revision's (counted)")
+    left.set_ylabel(f"mean instructions on {SHOWN}, over the first revision's (counted)", fontsize=8)
     left.set_title("What the compiler makes of each kernel, over the revisions that changed the budget")
-    left.legend(fontsize=7, ncols=2)
+    left.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
     times = [row for row in rows if row["quantity"] == "time over the base's"]
-    right.axvline(1.0, color="0.25", linewidth=1)
     if times:
+        right.axvline(1.0, color="0.25", linewidth=1)
         right.plot([row["value"] for row in times], range(len(times)), "o", color="0.25")
         right.set_yticks(range(len(times)), [row["kernel"] for row in times], fontsize=7)
         right.invert_yaxis()
     else:
-        right.set_yticks([])
+        right.set_axis_off()
         right.text(0.5, 0.5, "no base: --config base=REVISION", ha="center", va="center", transform=right.transAxes)
     right.set_xlabel("time over the base's, median of pairs (measured)")
     said = [f"{row['gate']}: {row['value']:.0f} {row['verdict']}" for row in rows if row["quantity"] == "findings"]
