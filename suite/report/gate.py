@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from suite.gate.ab import git
-from suite.gate.finding import FINE
+from suite.gate.finding import FINE, UNSURE
 from suite.gate.tree import read
 from suite.report.figures import _library
 from suite.report.source import ReportError, main
@@ -97,15 +97,18 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> bytes:
     times = [row for row in rows if row["quantity"] == "time over the base's"]
     if times:
         right.axvline(1.0, color="0.25", linewidth=1)
-        right.plot([row["value"] for row in times], range(len(times)), "o", color="0.25")
+        for place, row in enumerate(times):  # hollow: no verdict
+            right.plot(row["value"], place, "o", color="0.25", fillstyle="full" if row["verdict"] != UNSURE else "none")
         right.set_yticks(range(len(times)), [row["kernel"] for row in times], fontsize=7)
         right.invert_yaxis()
     else:
         right.set_axis_off()
         right.text(0.5, 0.5, "no base: --config base=REVISION", ha="center", va="center", transform=right.transAxes)
     right.set_xlabel("time over the base's, median of pairs (measured)")
-    said = [f"{row['gate']}: {row['value']:.0f} {row['verdict']}" for row in rows if row["quantity"] == "findings"]
-    right.set_title("; ".join(said) or "nothing asked")
+    counted = [row for row in rows if row["quantity"] == "findings"]
+    said = [f"{gate}: " + ", ".join(f"{row['value']:.0f} {row['verdict']}" for row in counted if row["gate"] == gate)
+            for gate in dict.fromkeys(row["gate"] for row in counted)]
+    right.set_title("\n".join(said) or "nothing asked")
     figure.tight_layout()
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=130, metadata={"Software": None})
