@@ -3,6 +3,7 @@
 snakemake --cores all                     everything that fits this machine in 3 hours (--config hours=N size=full)
 snakemake --cores all taco                one workload
 snakemake --cores all --forceall taco     the same, measured again
+snakemake --cores all gate                kernels, losses and counts of this tree; --config base=REVISION: and times
 """
 
 from suite import pipeline
@@ -129,3 +130,49 @@ rule check:
         "results/logs/{machine}/check.log",
     shell:
         "python -m suite.cli check --stamp {output} {input.launches} 2>&1 | tee {log}"
+
+
+rule gate:
+    input:
+        "results/tables/gate.csv",
+        "results/figures/gate.png",
+        findings=f"results/gate/{P.here}.json",
+    output:
+        f"results/check/gate-{P.here}.txt",
+    log:
+        "results/logs/gate.log",
+    shell:
+        "python -m suite.cli gate check {input.findings} > {log} 2>&1 || {{ cat {log}; exit 1; }}; cp {log} {output}"
+
+
+rule gate_findings:
+    input:
+        P.kept,
+        "kernels/budget.json",
+    output:
+        "results/gate/{machine}.json",
+    log:
+        "results/logs/{machine}/gate.log",
+    threads: lambda wildcards: workflow.cores
+    params:
+        base=f"--base {P.base}" if P.base else "",
+        code=lambda wildcards: P.code("kernels.registry"),
+    shell:
+        "python -m suite.cli gate tree {output} {params.base} > {log} 2>&1"
+
+
+rule gate_table:
+    input:
+        f"results/gate/{P.here}.json",
+    output:
+        report(
+            ["results/tables/gate.csv", "results/figures/gate.png"],
+            caption="suite/report/captions/gate.rst",
+            category="Gate",
+        ),
+    log:
+        "results/logs/gate-table.log",
+    params:
+        code=lambda wildcards: P.code("suite.report.gate"),
+    shell:
+        "python -m suite.report.gate --results results --findings {input} > {log} 2>&1"

@@ -4,26 +4,24 @@
     launch.run()
     launch.compile(90) -> Compiled(registers=40, spills=0, shared=32)
 
-Tensors may lie on the device `meta` where a launch is only compiled. Triton's ASTSource, its attribute `tt.divisibility`
-and the tools inside its wheel are private and move: they are touched here alone (seen with 3.7.1 and 3.6.0).
+Tensors may lie on the device `meta` where a launch is only compiled. Triton's ASTSource and its attribute `tt.divisibility`
+are private and move: they are touched here alone (seen with 3.7.1 and 3.6.0); the tools inside its wheel in sass.py.
 Floating-point contraction is off in every launch that passes here, so that a kernel rounds as its plain-torch reference does.
 A kernel that torch.compile launches (a triton_op) gets no such option: it must have nothing to contract. Tests compile it
 with contraction on (`fusion`) and compare.
 """
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+
+from kernels import sass
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64",
@@ -34,7 +32,7 @@ ALIGNED = 16  # bytes of a pointer, or a divisor of an integer, from which Trito
 @dataclass(frozen=True)
 class Compiled:
     """Of one kernel on one architecture. registers a thread, spills in bytes a thread, shared memory in bytes a block;
-    ir: Triton's own, ptx: NVIDIA's assembly, cubin: the machine code."""
+    ir: Triton's own, ptx: NVIDIA's assembly, cubin: the machine code as a file."""
 
     registers: int
     spills: int
@@ -42,11 +40,12 @@ class Compiled:
     ir: str = field(repr=False)
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
+    arch: int
 
     @property
     def instructions(self) -> list[str]:
         """What the GPU runs, one instruction each with its operands, without addresses and encodings."""
-        return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", _dump(self.cubin, "--dump-sass"))
+        return sass.disassembled([sass.code(self.cubin)], self.arch)[0]
 
 
 class Kept(dict):
@@ -146,7 +145,7 @@ class Launch:
         source = ASTSource(self.kernel, types, constants, attributes)
         made = triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": self.warps, "enable_fp_fusion": fusion})
         code = made.asm["cubin"]
-        return Compiled(*_resources(code), made.metadata.shared, made.asm["ttir"], made.asm["ptx"], code)
+        return Compiled(*sass.resources(code), made.metadata.shared, made.asm["ttir"], made.asm["ptx"], code, arch)
 
 
 def _present() -> int:
@@ -161,18 +160,3 @@ _available = cache(torch.cuda.is_available)
 def _architecture(device: int) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def _dump(cubin: bytes, what: str) -> str:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of local memory) a thread. Our kernels have no local arrays, so that local memory is spills."""
-    text = _dump(cubin, "--dump-resource-usage")
-    registers, stack, local = (int(re.search(rf"\b{word}:(\d+)", text)[1]) for word in ("REG", "STACK", "LOCAL"))
-    return registers, stack + local

@@ -130,7 +130,7 @@ def _status(path: Path) -> str:
 @one_line
 def run(case: list[str], force: Force = False) -> None:
     """Runs one case, or several; those of one mesh and link share a start. Exit status 1 where one fails."""
-    planned = [planning.Planned(workload.find(name), True, None, 0.0) for name in dict.fromkeys(case)]
+    planned = [planning.Planned(row, True, None, 0.0) for row in workload.find_all(dict.fromkeys(case))]
     failed = False
     for launch in planning.launches(planned).values():
         results = _run(launch, force, plain=False)
@@ -159,7 +159,7 @@ def launch(
         from suite.processes import die_with_parent
 
         die_with_parent(signal.SIGTERM)
-    one = planning.Launch(name, name.partition("-")[0], tuple(workload.find(case) for case in cases))
+    one = planning.Launch(name, name.partition("-")[0], tuple(workload.find_all(cases)))
     records = _run(one, force, plain=True, log=log)
     from suite.run import stamp as text
 

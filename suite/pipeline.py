@@ -23,7 +23,8 @@ from suite.digest import DigestError, Tree, digest
 from suite.machine import Machine
 from suite.rendezvous import Rendezvous
 
-RESERVED = ("all", "launch", "tables", "claims", "coverage", "figure", "verdict", "check", "plan")
+RESERVED = ("all", "launch", "tables", "claims", "coverage", "figure", "verdict", "check", "plan", "gate", "gate_findings",
+            "gate_table")
 
 
 class Pipeline:
@@ -33,7 +34,7 @@ class Pipeline:
         # The shell's `python` is then the one that runs Snakemake, also where its environment is not activated.
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         try:
-            self.hours, self.size = settings(config)
+            self.hours, self.size, self.base = settings(config)
             self.machine = Machine.here()
             self.workloads = workload.load_all()
             self.planned = plan.plan(self.workloads, self.machine, self.hours, self.size)
@@ -57,6 +58,14 @@ class Pipeline:
         """Outputs of the launches of a workload, or of all."""
         names = self.launches if workload is None else plan.launches_of(workload, self.planned, self.launches)
         return [f"results/launches/{self.here}/{name}.json" for name in sorted(names)]
+
+    @cached_property
+    def kept(self) -> list[str]:
+        """Outputs of the launches that hold a case whose losses and counts are committed."""
+        path = Path("suite/gate/reference/counts.json")
+        known = set(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else set()
+        return [f"results/launches/{self.here}/{name}.json" for name, one in sorted(self.launches.items())
+                if known & {row.id for row in one.cases}]
 
     def cases(self, launch: str) -> list[str]:
         return [row.id for row in self.launches[launch].cases]
@@ -100,17 +109,20 @@ class Pipeline:
         return sorted(path.as_posix() for path in Path("results/reference").glob("*/**/*") if path.is_file())
 
 
-def settings(config: dict[str, Any]) -> tuple[float | None, str | None]:
-    """(hours, size) of `--config`. Raises ValueError naming the key."""
-    unknown = sorted(set(config) - {"hours", "size"})
+def settings(config: dict[str, Any]) -> tuple[float | None, str | None, str | None]:
+    """(hours, size, base of the gate's paired timing) of `--config`. Raises ValueError naming the key."""
+    unknown = sorted(set(config) - {"base", "hours", "size"})
     if unknown:
-        raise ValueError(f"--config {unknown[0]}: unknown key; known: hours, size")
+        raise ValueError(f"--config {unknown[0]}: unknown key; known: base, hours, size")
     hours = config.get("hours")
     try:
         hours = None if hours is None else float(hours)
     except (TypeError, ValueError):
         raise ValueError(f"--config hours: expected a number, got {hours!r}") from None
-    return hours, config.get("size")
+    base = config.get("base")
+    if base is not None and not re.fullmatch(r"[\w./~^@-]+", str(base)):
+        raise ValueError(f"--config base: {base!r} is no revision")
+    return hours, config.get("size"), None if base is None else str(base)
 
 
 def before(workflow: Any) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -124,13 +125,19 @@ def load_all(folder: Path = FOLDER) -> dict[str, Workload]:
 
 def find(case_id: str, folder: Path = FOLDER) -> Expanded:
     """The case of that id. Raises WorkloadError with the nearest ids."""
+    return find_all([case_id], folder)[0]
+
+
+def find_all(case_ids: Iterable[str], folder: Path = FOLDER) -> list[Expanded]:
+    """The cases of these ids; the workloads are read once. Raises as `find`."""
     import difflib
 
     rows = {row.id: row for w in load_all(folder).values() for row in w.rows}
-    if case_id not in rows:
-        near = difflib.get_close_matches(case_id, rows, 3, 0.4)
-        raise WorkloadError(f"no case {case_id!r}; " + (f"near: {', '.join(near)}" if near else "see `triaxis cases`"))
-    return rows[case_id]
+    for case_id in (case_ids := list(case_ids)):
+        if case_id not in rows:
+            near = difflib.get_close_matches(case_id, rows, 3, 0.4)
+            raise WorkloadError(f"no case {case_id!r}; " + (f"near: {', '.join(near)}" if near else "see `triaxis cases`"))
+    return [rows[case_id] for case_id in case_ids]
 
 
 def _read(path: Path) -> dict[str, Any]:

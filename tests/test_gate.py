@@ -3,6 +3,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -19,6 +22,7 @@ from suite.gate.calls import calls
 from suite.gate.finding import BETTER, CHANGED, FAULT, FINE, MISSING, NEW, REBASELINE, SKIPPED, WORSE, Finding, markdown, status
 
 COMMITTED = budget.load()
+ENTRIES_BY_NAME = {e.name: e for e in ENTRIES}
 
 
 @triton.jit
@@ -85,8 +89,45 @@ def test_one_entry_is_what_the_budget_says():
     entry = min(ENTRIES, key=lambda e: e.traffic)
     assert COMMITTED["calls"][entry.name] == calls(entry)
     if COMMITTED["triton"] == budget.version():
-        found = [resources.resources(one, 90) for one in resources.launches(entry)]
-        assert resources.merged(found) == COMMITTED["sm_90"][entry.name]
+        found = resources.merged([resources.resources(one, 90) for one in resources.launches(entry)])
+        for place in (found, COMMITTED["sm_90"][entry.name]):
+            assert {name for name, value in place.items() if type(value) is str} == {"code"}
+        assert found | {"code": ""} == COMMITTED["sm_90"][entry.name] | {"code": ""}
+
+
+SOURCE = """
+from kernels import registry
+from kernels.registry import Entry
+
+ENTRIES = [e for e in registry.ENTRIES if e.name.startswith("cross_entropy.statistics/odd")][:1]
+ENTRIES += [Entry("other", ENTRIES[0].function, ENTRIES[0].reference, ENTRIES[0].make, ENTRIES[0].launch, 1)]
+"""
+
+
+def test_equal_launches_compile_once_and_digests_need_steady_addresses(tmp_path, monkeypatch):
+    (tmp_path / "two_entries.py").write_text(SOURCE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), str(budget.ROOT)]))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    made = budget.collect("two_entries", workers=1, architectures=(100,))
+    [first, second] = made["sm_100"].values()
+    alone = resources.resources(resources.launches(ENTRIES_BY_NAME[min(made["calls"])])[0], 100)
+    assert first == second == alone and len(list((tmp_path / "cache").rglob("*.cubin"))) == 1
+    monkeypatch.setattr(budget, "_digests", False)
+    assert budget._compiled(("two_entries", "other", 100, 0))[0]["code"] == ""
+    made["sm_100"]["other"]["code"] = ""
+    assert verdict(first, made["sm_100"]["other"]).verdict == FINE and verdict(made["sm_100"]["other"], first).verdict == FINE
+    with pytest.raises(ValueError, match="at random"):
+        budget.save(made, tmp_path / "budget.json")
+
+
+def test_programs_start_at_the_same_addresses():
+    """On a system that allows it; the assembler of sm_100 gives other code otherwise, once in a few starts."""
+    code = ("import subprocess, sys; from kernels.sass import steady; from pathlib import Path; print(steady());"
+            "[print(subprocess.run(['cat', '/proc/self/maps'], capture_output=True).stdout.split(b'-')[0]) for _ in range(3)]")
+    done = subprocess.run([sys.executable, "-c", code], cwd=budget.ROOT, capture_output=True, text=True, check=True)
+    allowed, *addresses = done.stdout.split()
+    assert allowed == "False" or len(set(addresses)) == 1
 
 
 def test_missing_renamed_new_and_another_triton():
@@ -217,10 +258,11 @@ def test_the_kept_counts_are_those_of_known_cases():
     from suite import workload
 
     known = json.loads((losses.REFERENCE / "counts.json").read_text(encoding="utf-8"))
+    cases = {row.id: row.case for one in workload.load_all().values() for row in one.rows}
     for case, rows in known.items():
-        assert bool(rows) == (workload.find(case).case.mesh.ranks > 1), case
+        assert bool(rows) == (cases[case].mesh.ranks > 1), case
     for path in losses.REFERENCE.glob("*/*.txt"):
-        assert path.stem in known and len(path.read_text().split()) == workload.find(path.stem).case.steps
+        assert path.stem in known and len(path.read_text().split()) == cases[path.stem].steps
 
 
 def test_markdown_shows_failures_first():

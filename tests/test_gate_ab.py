@@ -1,6 +1,6 @@
 """Paired timing of two revisions of a small repository: silent without a change, naming the slowed kernel alone, faults caught.
 
-    python tests/test_gate_ab.py SHARE TIMES     how often a slow-down by SHARE of one kernel alarms in TIMES runs
+How often it alarms on this project's own kernels: `triaxis gate trial`.
 """
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
-import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from suite.gate import ab
-from suite.gate.finding import FAULT, FINE, MISSING, NEW, UNSURE, WORSE
+from suite.gate.finding import FAULT, FINE, MISSING, NEW, UNSURE, WORSE, Finding
 from suite.workload import ROOT
 
 REGISTRY = """
@@ -30,18 +29,21 @@ kept = {}
 def make(device, seed):
     return {"x": torch.randn(1 << 15, generator=torch.Generator().manual_seed(seed))}
 
-def exp(x):
-    return x.exp()
+def kernel(operation, extra="pass"):
+    scope = {"torch": torch, "time": time, "kept": kept}
+    exec(f"def run(x):\\n begun = time.perf_counter()\\n y = x.{operation}()\\n {extra}\\n return y", scope)
+    return scope["run"]
 
-def sin(x):
-    begun = time.perf_counter()
-    y = x.sin()
-    EXTRA
-    return y
-
-ENTRIES = [Entry("exp", exp, make), Entry("sin", sin, make)]
+ENTRIES = [Entry(name, kernel(*how), make) for name, how in KERNELS.items()]
 """
+PLAIN = {"exp": ("exp",), "sin": ("sin",)}
 SLOWER = "end = begun + (time.perf_counter() - begun) * (1 + {}); [None for _ in iter(lambda: time.perf_counter() < end, False)]"
+SEEDED = {  # a kernel's name -> (what the head does to it, what is said)
+    "zeros": ("y = torch.zeros_like(y)", FAULT, "nothing but zeros"), "nan": ("y = y * float('nan')", FAULT, "NaN"),
+    "reused": ("y = kept.setdefault(0, y)", FAULT, "same result for other inputs"),
+    "throws": ("raise OSError('broken')", FAULT, "OSError: broken"), "sleeps": ("time.sleep(0.001)", WORSE, "again"),
+    "double": ("y = y.double().exp().sin().float()", WORSE, "again"), "slower": (SLOWER.format(0.5), WORSE, "again"),
+}
 
 
 def git(folder: Path, *words: str) -> str:
@@ -49,51 +51,40 @@ def git(folder: Path, *words: str) -> str:
     return subprocess.run(["git", *words], cwd=folder, env=os.environ | names, capture_output=True, text=True, check=True).stdout
 
 
-def repository(folder: Path) -> Path:
-    """One commit with two kernels."""
+def repository(folder: Path, kernels: Mapping[str, Sequence[str]] = PLAIN) -> Path:
+    """One commit with a registry of kernels: name -> (operation, what else it does)."""
     (folder / "kernels").mkdir()
     (folder / "kernels/__init__.py").touch()
-    change(folder)
+    change(folder, kernels)
     git(folder, "init", "-q")
     git(folder, "add", "-A")
     git(folder, "commit", "-qm", "base")
     return folder
 
 
-def change(folder: Path, extra: str = "pass", old: str = "", new: str = "") -> None:
-    (folder / "kernels/registry.py").write_text(REGISTRY.replace("EXTRA", extra).replace(old or "\0", new), encoding="utf-8")
+def change(folder: Path, kernels: Mapping[str, Sequence[str]]) -> None:
+    (folder / "kernels/registry.py").write_text(f"KERNELS = {dict(kernels)!r}\n{REGISTRY}", encoding="utf-8")
 
 
-def verdicts(folder: Path) -> dict[str, str]:
-    return {one.kernel.partition(":")[2]: one.verdict for one in ab.gate(folder, "HEAD", None, "cpu")}
+def found(folder: Path) -> dict[str, Finding]:
+    return {one.kernel.partition(":")[2]: one for one in ab.gate(folder, "HEAD", None, "cpu")}
 
 
-def test_same_revision_does_not_alarm_and_a_slow_kernel_alone_does(tmp_path):
+def test_the_same_revision_does_not_alarm_and_leaves_no_trace(tmp_path):
     folder = repository(tmp_path)
-    before = git(folder, "status", "--porcelain")
-    assert set(verdicts(folder).values()) <= {FINE, UNSURE}
-    change(folder, SLOWER.format(0.5))
-    found = verdicts(folder)
-    assert found["sin"] == WORSE and found["exp"] != WORSE
-    assert before == "" and git(folder, "worktree", "list").count("\n") == 1
+    assert {one.verdict for one in found(folder).values()} <= {FINE, UNSURE}
+    assert git(folder, "status", "--porcelain") == "" and git(folder, "worktree", "list").count("\n") == 1
+
+
+def test_every_seeded_fault_is_named_and_nothing_else(tmp_path):
+    base = {"exp": ("exp",), "renamed": ("exp",)} | dict.fromkeys(SEEDED, ("sin",))
+    folder = repository(tmp_path, base)
+    change(folder, {"exp": ("exp",), "renamed2": ("exp",)} | {name: ("sin", extra) for name, (extra, *_) in SEEDED.items()})
+    said = found(folder)
+    assert said["exp"].verdict in (FINE, UNSURE) and (said["renamed"].verdict, said["renamed2"].verdict) == (MISSING, NEW)
+    for name, (_, verdict, words) in SEEDED.items():
+        assert said[name].verdict == verdict and words in said[name].text, said[name]
     assert git(folder, "status", "--porcelain").split() == ["M", "kernels/registry.py"]
-
-
-@pytest.mark.parametrize("extra, word", [
-    ("y = torch.zeros_like(y)", "nothing but zeros"), ("y = kept.setdefault(0, y)", "same result for other inputs"),
-    ("raise OSError('broken')", "OSError: broken"), ("y = y * float('nan')", "NaN"),
-], ids=["zeros", "reused", "throws", "nan"])
-def test_faults(tmp_path, extra, word):
-    folder = repository(tmp_path)
-    change(folder, extra)
-    [found] = ab.gate(folder, "HEAD", None, "cpu", only="sin")
-    assert found.verdict == FAULT and word in found.text
-
-
-def test_sleeping_and_renamed_kernels(tmp_path):
-    folder = repository(tmp_path)
-    change(folder, "time.sleep(0.001)", '"exp"', '"exp2"')
-    assert verdicts(folder) == {"sin": WORSE, "exp": MISSING, "exp2": NEW}
 
 
 def test_unknown_revision_is_one_line(tmp_path):
@@ -144,18 +135,3 @@ def test_noise_alone_alarms_rarely():
 def test_no_verdict_where_noise_hides_the_answer():
     flips = iter(range(1000))
     assert ab.decide(lambda _: 2.0 if next(flips) % 2 else 0.5, 0.05, 0.99)[0] == UNSURE
-
-
-if __name__ == "__main__":
-    share, total, counted = float(sys.argv[1]), int(sys.argv[2]), []
-    with tempfile.TemporaryDirectory() as name:
-        place = repository(Path(name))
-        if share:
-            change(place, SLOWER.format(share))
-        for _ in range(total):
-            start = time.monotonic()
-            counted.append(verdicts(place))
-            sys.stdout.write(f"{counted[-1]} {time.monotonic() - start:.0f} s\n")
-            sys.stdout.flush()
-    for kernel in counted[0]:
-        sys.stdout.write(f"{kernel}: {sum(row[kernel] == WORSE for row in counted)} alarms in {total}\n")

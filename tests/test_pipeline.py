@@ -116,8 +116,9 @@ def test_an_unknown_target_is_an_error_at_once(tmp_path, target):
     ("row", "config", "line"),
     [
         ({"mesh": {"tp": None}}, [], r"toy\.yaml: small row 1: mesh\.tp: Input should be a valid integer.*got None"),
-        ({}, ["--config", "hour=1"], r"--config hour: unknown key; known: hours, size"),
+        ({}, ["--config", "hour=1"], r"--config hour: unknown key; known: base, hours, size"),
         ({}, ["--config", "hours=soon"], r"--config hours: expected a number, got 'soon'"),
+        ({}, ["--config", "base='a; b'"], r"--config base: 'a; b' is no revision"),
         ({}, ["--config", "size=huge"], r"size: expected one of small, short, full, got 'huge'"),
     ],
 )

@@ -165,7 +165,7 @@ def test_commands_exist():
     cases = set(re.findall(r"triaxis (?:run|show) ([a-z]\S+?)[\s`]", TEXT)) - {"CASE"}
     assert cases and all(workload.find(case) for case in cases)
     targets = set(re.findall(r"--cores all(?: --forceall)? ([a-z]+)[\s`]", TEXT)) - {"mine"}
-    assert targets and targets <= set(workload.names())
+    assert "gate" in targets and targets - {"gate"} <= set(workload.names())
 
 
 def test_ci_runs_the_readmes_commands():

@@ -28,6 +28,7 @@ from suite.gate.finding import FAULT, FINE, MISSING, NEW, UNSURE, WORSE, Finding
 
 TOLERANCE = {"cpu": 0.05, "cuda": 0.02}
 RUNS, FIRST, LAST, STEP = 5, 7, 63, 4
+WHOLE = ("step:", "collective:")  # what the host has a part in, also on a GPU
 LARGEST = 4 << 20  # bytes a call moves, up to which a reference is timed on a CPU
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -132,34 +133,45 @@ def one(workers: Sequence[Worker], kernel: str, tolerance: float, level: float) 
     return Finding(kernel, verdict, text), verdict == WORSE
 
 
-def timed(base: Path, head: Path, device: str, only: str = "", largest: int = LARGEST,
+def timed(base: Path, head: Path, device: str, only: Sequence[str] = (), largest: int = LARGEST,
           tolerances: Mapping[str, float] | None = None) -> list[Finding]:
-    """Findings of every kernel of two trees whose name holds `only`."""
-    def tolerance(name: str) -> float:
-        return (tolerances or {}).get(name, TOLERANCE[device])
+    """Findings of every kernel of two trees whose name holds one of `only`, of all where that is empty."""
+    [found] = rounds(base, head, device, only, largest, tolerances)
+    return found
 
-    found, alarms = {}, []
-    with tempfile.TemporaryDirectory(prefix="triaxis-gate-") as caches:
-        with pair_of(base, head, device, largest, Path(caches)) as workers:
-            old, new = ([name for name in worker.read()["kernels"] if only in name] for worker in workers)
+
+def rounds(base: Path, head: Path, device: str, only: Sequence[str] = (), largest: int = LARGEST,
+           tolerances: Mapping[str, float] | None = None, times: int = 1) -> Iterator[list[Finding]]:
+    """The findings of `timed`, so many times in the same two processes; alarms are confirmed in new ones."""
+    def tolerance(name: str) -> float:
+        return (tolerances or {}).get(name, TOLERANCE["cpu" if name.startswith(WHOLE) else device])
+
+    with tempfile.TemporaryDirectory(prefix="triaxis-gate-") as caches, contextlib.ExitStack() as stack:
+        workers = stack.enter_context(pair_of(base, head, device, largest, Path(caches)))
+        old, new = ([name for name in worker.read()["kernels"] if not only or any(part in name for part in only)]
+                    for worker in workers)
+        if not old:
+            raise ValueError(f"the base has no kernel to time{' named ' * bool(only)}{' or '.join(only)}")
+        both = [name for name in old if name in new]
+        level = 1 - 0.01 / max(len(both), 1)
+        for turn in range(times):
+            found, alarms = {}, []
             found |= {name: Finding(name, MISSING, "deleted or renamed") for name in old if name not in new}
             found |= {name: Finding(name, NEW, "the base does not have it") for name in new if name not in old}
-            both = [name for name in old if name in new]
-            if not old:
-                raise ValueError(f"the base has no kernel to time{f' named {only}' if only else ''}")
-            level = 1 - 0.01 / max(len(both), 1)
             for name in both:
                 found[name], alarm = one(workers, name, tolerance(name), level)
                 alarms += [name] if alarm else []
-        if alarms:
-            with pair_of(base, head, device, largest, Path(caches)) as workers:
-                for worker in workers:
-                    worker.read()
-                for name in alarms:
-                    again, _ = one(workers, name, tolerance(name), level)
-                    verdict = UNSURE if again.verdict == FINE else again.verdict
-                    found[name] = Finding(name, verdict, f"{found[name].text}; again {again.text}")
-    return list(found.values())
+            if turn == times - 1:
+                stack.close()
+            if alarms:
+                with pair_of(base, head, device, largest, Path(caches)) as others:
+                    for worker in others:
+                        worker.read()
+                    for name in alarms:
+                        again, _ = one(others, name, tolerance(name), level)
+                        verdict = UNSURE if again.verdict == FINE else again.verdict
+                        found[name] = Finding(name, verdict, f"{found[name].text}; again {again.text}")
+            yield list(found.values())
 
 
 def git(*arguments: str, cwd: Path) -> str:
@@ -189,9 +201,17 @@ def worktree(repository: Path, revision: str) -> Iterator[Path]:
         git("worktree", "prune", cwd=repository)
 
 
-def gate(repository: Path, base: str, head: str | None, device: str, only: str = "", largest: int = LARGEST,
+def tree_of(stack: contextlib.ExitStack, repository: Path, name: str) -> Path:
+    """A folder, where the name is a path to one (./NAME, /NAME), else a worktree of the revision."""
+    if os.sep in name and Path(name, "kernels").is_dir():
+        return Path(name).resolve()
+    return stack.enter_context(worktree(repository, name))
+
+
+def gate(repository: Path, base: str, head: str | None, device: str, only: Sequence[str] = (), largest: int = LARGEST,
          tolerances: Mapping[str, float] | None = None) -> list[Finding]:
-    """head None: the working tree as it is, which is only read."""
+    """base, head: revisions, or folders with a slash in their names. head None: the working tree as it is, which is only read."""
     with contextlib.ExitStack() as stack:
-        trees = [stack.enter_context(worktree(repository, name)) for name in ([base] if head is None else [base, head])]
-        return timed(trees[0], trees[1] if head is not None else repository, device, only, largest, tolerances)
+        old = tree_of(stack, repository, base)
+        new = repository if head is None else tree_of(stack, repository, head)
+        return timed(old, new, device, only, largest, tolerances)

@@ -3,8 +3,9 @@
     {"triton": VERSION, "calls": {entry: {launches ..}}, "sm_90": {entry: {registers ..}}, ...}
 
 Worse is: more spills, float64 or local memory, shared memory, traffic, launches or passes; fewer warps resident; a smaller share
-of wide accesses; registers or instructions by more than SLACK; what compiled no longer does. The rest that differs is
-`changed`. The compiler is deterministic, so nothing here is noise. Another Triton gives other code: `rebaseline`.
+of wide accesses; registers or instructions by more than a tenth; what compiled no longer does. The rest that differs is
+`changed`. The compiler is deterministic, the assembler of sm_100 where its addresses are (`kernels.sass.steady`): where they cannot
+be, digests of code are left empty and not compared. Another Triton gives other code: `rebaseline`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from kernels.sass import steady
 from suite.gate.finding import BETTER, CHANGED, FAULT, FINE, MISSING, NEW, REBASELINE, WORSE, Finding
 from suite.record import publish
 from suite.workload import ROOT
@@ -28,6 +30,7 @@ MORE = {"spills": 0.0, "double": 0.0, "local": 0.0, "shared": 0.0, "traffic": 0.
 LESS = ("occupancy",)
 CALLS = "calls"
 Budget = dict[str, Any]
+_digests = True  # of a worker process: whether the same source gives the same instructions
 
 
 def version() -> str:
@@ -36,13 +39,29 @@ def version() -> str:
     return own + (" with another ptxas" if any(name.startswith("TRITON_PTXAS") for name in os.environ) else "")
 
 
-def _compiled(task: tuple[str, str | None, int, int]) -> list[tuple[int, int, dict[str, Any]]]:
-    """In a process of its own: (architecture, index of launch, resources) of every launch of a named entry."""
-    from suite.gate.resources import launches, resources
+def _begin() -> None:
+    """In each worker process."""
+    global _digests
+    _digests = steady()
+
+
+def _compiled(task: tuple[str, str, int, int]) -> tuple[dict[str, Any], bytes | None]:
+    """In a process of its own: one launch of a named entry, but for the counts of instructions, and its machine code."""
+    from suite.gate.resources import compiled, launches
 
     registry, name, arch, index = task
     entry = next(e for e in _entries(registry) if e.name == name)
-    return [(arch, index, resources(launches(entry)[index], arch))]
+    row, code = compiled(launches(entry)[index], arch)
+    return row if _digests or code is None else row | {"code": ""}, code
+
+
+def _counted(task: tuple[int, Sequence[bytes]]) -> list[dict[str, int]]:
+    """In a process of its own: the counts of many kernels of one architecture."""
+    from kernels.sass import disassembled
+    from suite.gate.resources import counted
+
+    arch, codes = task
+    return [counted(lines) for lines in disassembled(codes, arch)]
 
 
 def _entries(registry: str) -> Sequence[Any]:
@@ -57,7 +76,7 @@ def collect(registry: str = "kernels.registry", workers: int | None = None, arch
     from suite.gate.calls import calls
     from suite.gate.resources import identity, launches, merged
 
-    entries, wanted, tasks, made = _entries(registry), {}, {}, {}
+    entries, wanted, tasks = _entries(registry), {}, {}
     found: Budget = {"triton": version(), CALLS: {}}
     for entry in entries:
         try:
@@ -70,12 +89,17 @@ def collect(registry: str = "kernels.registry", workers: int | None = None, arch
             wanted[entry.name, arch] = [identity(launch, arch) for launch in kernels]
             for index, key in enumerate(wanted[entry.name, arch]):
                 tasks.setdefault(key, (registry, entry.name, arch, index))
-    workers = workers or os.cpu_count() or 1
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for key, result in zip(tasks, pool.map(_compiled, tasks.values(), chunksize=4)):
-            made[key] = result[0][2]
+    workers = workers or len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin) as pool:
+        made = dict(zip(tasks, pool.map(_compiled, tasks.values())))
+        groups = [(arch, [key for key in made if tasks[key][2] == arch and made[key][1] is not None])
+                  for arch in architectures or ARCHITECTURES]
+        counts = pool.map(_counted, [(arch, [made[key][1] for key in keys]) for arch, keys in groups])
+        rows = {key: row for key, (row, _) in made.items()}
+        for (_, keys), group in zip(groups, counts):
+            rows |= {key: rows[key] | row for key, row in zip(keys, group)}
     for (name, arch), keys in sorted(wanted.items(), key=lambda item: (item[0][1], item[0][0])):
-        found.setdefault(f"sm_{arch}", {})[name] = merged([made[key] for key in keys])
+        found.setdefault(f"sm_{arch}", {})[name] = merged([rows[key] for key in keys])
     return found
 
 
@@ -100,10 +124,13 @@ def _row(row: Any) -> bool:
 
 
 def save(budget: Budget, path: Path = PATH) -> None:
-    """One row a line, so that a review sees which kernel changed. Raises ValueError for a call that faults."""
+    """One row a line, so that a review sees which kernel changed. Raises ValueError for a call that faults, or without digests."""
     faults = [f"{name}: {row['fault']}" for name, row in budget[CALLS].items() if "fault" in row]
     if faults:
         raise ValueError(f"not written, a call faults: {faults[0]}")
+    if any(row.get("code") == "" for rows in budget.values() if isinstance(rows, dict) for row in rows.values()):
+        raise ValueError("not written: this system places a program's memory at random, and the assembler's order of "
+                         "instructions depends on it; another container, or none, lets it be turned off")
     blocks = []
     for key, rows in budget.items():
         if isinstance(rows, dict):
@@ -137,7 +164,7 @@ def compare(old: Budget, new: Budget) -> list[Finding]:
 
 
 def _renamed(row: Mapping[str, Any], fresh: Mapping[str, Mapping[str, Any]]) -> str:
-    names = [name for name, other in fresh.items() if "code" in row and other.get("code") == row["code"]]
+    names = [name for name, other in fresh.items() if row.get("code") and other.get("code") == row["code"]]
     return f"deleted, or renamed: {names[0]} has the same code" if names else "deleted or renamed"
 
 
@@ -161,8 +188,10 @@ def _compared(label: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Fin
         return Finding(label, WORSE, ", ".join(worse))
     if better or changed:
         return Finding(label, BETTER if better and not changed else CHANGED, ", ".join(better + changed))
-    return Finding(label, FINE if old.get("code") == new.get("code") else CHANGED, "" if old.get("code") == new.get("code") else
-                   "other instructions, the same budget")
+    known = old.get("code") and new.get("code")
+    if known and old["code"] != new["code"]:
+        return Finding(label, CHANGED, "other instructions, the same budget")
+    return Finding(label, FINE)
 
 
 def _sort(name: str, old: float, new: float, worse: list[str], better: list[str], changed: list[str]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +15,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Kernel regre
 Page = Annotated[Path | None, typer.Option("--markdown", help="Also append the table, for a pull-request comment, to this file.")]
 Update = Annotated[bool, typer.Option("--update", help="Write the committed file anew.")]
 Runs = Annotated[Path | None, typer.Option(help="A folder of records; this machine's unless given.")]
-Only = Annotated[str, typer.Option(help="Only kernels whose name holds this.")]
+Only = Annotated[list[str] | None, typer.Option("--only", "--kernel", help="Only kernels whose name holds this; often as wanted.")]
+Shares = Annotated[list[float] | None, typer.Option("--share", help="How much slower; 0: nothing is. As often as wanted.")]
 Tolerance = Annotated[list[str] | None, typer.Option(help="KERNEL=SHARE, as often as wanted.")]
 
 
@@ -63,21 +64,81 @@ def register(one_line: Callable) -> typer.Typer:
 
     @app.command()
     @one_line
-    def ab(base: str, head: Annotated[str | None, typer.Argument()] = None, kernel: Only = "", tolerance: Tolerance = None,
+    def ab(base: str, head: Annotated[str | None, typer.Argument()] = None, only: Only = None, tolerance: Tolerance = None,
            largest: Annotated[int, typer.Option(help="MiB a call moves, up to which a reference is timed on a CPU.")] = 4,
            markdown: Page = None) -> None:
-        """Times the kernels of revision BASE against HEAD, or against the working tree: paired, interleaved."""
+        """Times the kernels of revision BASE against HEAD, or against the working tree: paired, interleaved. Each may be a folder
+        (with a slash in its name) instead."""
         import torch
 
         from suite.gate.ab import gate
         from suite.workload import ROOT
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        findings = gate(ROOT, base, head, device, kernel, largest << 20, _tolerances(tolerance))
+        findings = gate(ROOT, base, head, device, only or (), largest << 20, _tolerances(tolerance))
         for one in findings:
             if one.verdict == FINE:
                 typer.echo(str(one))
         _say(f"Paired timing on {device} against {base}", findings, markdown)
+
+    @app.command()
+    @one_line
+    def trial(runs: int = 20, share: Shares = None, slow: Annotated[str | None, typer.Option(help="Which is made slower.")] = None,
+              only: Only = None, out: Annotated[Path | None, typer.Option(help="Its table.")] = None) -> None:
+        """Whether `ab` stays silent on a tree against itself and names a kernel made slower. Exit status 1 where not.
+
+        The table of runs is results/gate/trial-DEVICE.csv unless --out says another."""
+        import torch
+
+        from suite import record
+        from suite.gate import trial as trials
+        from suite.machine import Machine
+        from suite.measure.provenance import cpu_name, versions
+        from suite.report.write import write_csv
+        from suite.workload import ROOT
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        here, known = Machine.here(), versions()
+        facts = {"machine": here.name, "processor": here.gpus[0].name if here.gpus else cpu_name(), "torch": known["torch"],
+                 "triton": known["triton"]}
+        path, rows = out or record.RESULTS / "gate" / f"trial-{device}.csv", []
+
+        def told(row: Mapping[str, Any]) -> None:
+            rows.append(row)
+            write_csv(path, trials.HEADER, rows)
+            typer.echo(f"+{row['share']:.0%} run {row['run']}: alarms: {row['alarms'] or 'none'}; {row['unsure']} of "
+                       f"{row['kernels']} without a verdict; faults: {row['faults'] or 'none'}; {row['seconds']:.0f} s")
+
+        shares = share or trials.SHARES[device]
+        trials.trial(ROOT, device, shares, slow or trials.usual(device), runs, only or (), facts, told)
+        said = trials.summary(rows)
+        for text, _ in said:
+            typer.echo(text)
+        if not all(good for _, good in said):
+            raise typer.Exit(1)
+
+    @app.command()
+    @one_line
+    def tree(out: Path, base: Annotated[str | None, typer.Option(help="Also paired timing against this revision.")] = None,
+             runs: Runs = None) -> None:
+        """Writes what all gates say of the working tree to a file, and succeeds whatever it is; `check` fails then."""
+        import torch
+
+        from suite import record
+        from suite.gate import tree as trees
+        from suite.machine import Machine
+
+        rows = trees.findings(runs or record.folder(Machine.here().name), base, "cuda" if torch.cuda.is_available() else "cpu")
+        trees.write(out, rows)
+
+    @app.command()
+    @one_line
+    def check(findings: Path, markdown: Page = None) -> None:
+        """Names what fails among the findings of `tree`, with their exit status."""
+        from suite.gate import tree as trees
+
+        rows = trees.read(findings)
+        _say("Working tree", [Finding(f"{row['gate']} {row['kernel']}", row["verdict"], row["text"]) for row in rows], markdown)
 
     @app.command()
     @one_line

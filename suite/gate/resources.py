@@ -4,6 +4,7 @@
     spills       bytes a thread, with stack    global, wide   loads and stores of global memory, those of 16 bytes and more
     shared       bytes a block                 double, local  operations in float64, loads and stores of local memory
     occupancy    warps a multiprocessor holds  traffic        bytes that loads and stores of one tile move, over its elements
+    code         a digest of the machine code: equal where nothing changed
 
 `traffic` is read from the IR, where a tile is one tensor: it does not change with block size or warps, and an extra pass over
 memory shows in it. Limits of a multiprocessor: CUDA C++ Programming Guide, table of compute capabilities.
@@ -17,8 +18,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kernels.launch import Compiled, Launch
+from kernels.launch import Launch
 from kernels.registry import Entry
+from kernels.sass import code as machine_code
+from kernels.sass import disassembled
 
 # compute capability -> (warps, blocks, bytes of shared memory) of a multiprocessor
 LIMITS = {80: (64, 32, 164 << 10), 86: (48, 16, 100 << 10), 89: (48, 24, 100 << 10), 90: (64, 32, 228 << 10),
@@ -45,23 +48,29 @@ def identity(launch: Launch, arch: int) -> tuple[Any, ...]:
 
 def resources(launch: Launch, arch: int) -> dict[str, Any]:
     """Compiles, and reads the quantities above. Where the architecture lacks the types: {"refused": the compiler's line}."""
+    held, code = compiled(launch, arch)
+    return held if code is None else held | counted(disassembled([code], arch)[0])
+
+
+def compiled(launch: Launch, arch: int) -> tuple[dict[str, Any], bytes | None]:
+    """(the quantities that need no disassembler, machine code), or what refused and None."""
     try:
         made = launch.compile(arch)
     except Exception as error:  # Triton raises a dozen kinds, ptxas another
-        return {"refused": _line(error)}
-    return measured(made, launch.warps, arch)
-
-
-def measured(made: Compiled, warps: int, arch: int) -> dict[str, Any]:
-    """The quantities of one compiled kernel; `code` is a digest of its instructions, equal where nothing changed."""
-    lines = [re.sub(r"^@!?U?P\w+\s+", "", line.strip()) for line in made.instructions]
-    code = [line for line in lines if not line.startswith("NOP")]
-    accesses = [line.split()[0] for line in code if GLOBAL.match(line)]
+        return {"refused": _line(error)}, None
+    code = machine_code(made.cubin)
     return {"registers": made.registers, "spills": made.spills, "shared": made.shared,
-            "occupancy": occupancy(made.registers, made.shared, warps, arch), "instructions": len(code), "global": len(accesses),
-            "wide": sum(1 for word in accesses if WIDE.search(word)), "double": sum(1 for line in code if DOUBLE.search(
-                line.split()[0])), "local": sum(1 for line in code if LOCAL.match(line)), "traffic": traffic(made.ir),
-            "code": hashlib.sha256("\n".join(code).encode()).hexdigest()[:12]}
+            "occupancy": occupancy(made.registers, made.shared, launch.warps, arch), "traffic": traffic(made.ir),
+            "code": hashlib.sha256(code).hexdigest()[:12]}, code
+
+
+def counted(instructions: Sequence[str]) -> dict[str, int]:
+    """The quantities that count instructions."""
+    lines = [re.sub(r"^@!?U?P\w+\s+", "", line.strip()) for line in instructions]
+    words = [line.split()[0] for line in lines if not line.startswith("NOP")]
+    accesses = [word for word in words if GLOBAL.match(word)]
+    return {"instructions": len(words), "global": len(accesses), "wide": sum(1 for word in accesses if WIDE.search(word)),
+            "double": sum(1 for word in words if DOUBLE.search(word)), "local": sum(1 for word in words if LOCAL.match(word))}
 
 
 def occupancy(registers: int, shared: int, warps: int, arch: int) -> int:
@@ -98,7 +107,7 @@ def merged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return dict(rows[0])
     worst = {"registers": max, "spills": max, "shared": max, "occupancy": min}
     found = {name: worst.get(name, sum)(row[name] for row in rows) for name in rows[0] if name != "code"}
-    return found | {"code": "+".join(row["code"] for row in rows)}
+    return found | {"code": "+".join(row["code"] for row in rows) if all(row["code"] for row in rows) else ""}
 
 
 def _line(error: BaseException) -> str:
