@@ -37,6 +37,7 @@ class Pairwise(Recompute):
 
 class BTP(Pairwise):
     norm: Literal["online", "sync", "local"] = "online"  # local changes the model with tp: for timing only
+    prescale: Literal["auto", "always", "never"] = "auto"  # of online: shards by their own RMS, multiplied back behind the product
 
 
 class LowRank(Row):

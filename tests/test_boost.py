@@ -10,7 +10,7 @@ from suite.record import CaseFailed
 from suite.workload import models
 
 FAMILIES = ["gpt-tiny", "qwen-tiny", "llama-tiny"]
-SYNC, SINGLES = {"name": "btp", "norm": "sync"}, {"name": "btp", "grouped": False}
+SYNC, SINGLES, LETTER = {"name": "btp", "norm": "sync"}, {"name": "btp", "grouped": False}, {"name": "btp", "prescale": "always"}
 STEPS = 3
 
 pytestmark = pytest.mark.ranks
@@ -36,7 +36,7 @@ def test_layouts_equal_one_process(model, layout, tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("layout", [SYNC, SINGLES, {"name": "pairwise", "grouped": False}])
+@pytest.mark.parametrize("layout", [SYNC, SINGLES, LETTER, {"name": "pairwise", "grouped": False}])
 @pytest.mark.parametrize("model", ["gpt-tiny", "qwen-tiny"])
 def test_norm_modes_and_grouping_equal_one_process(model, layout, tp):
     equal(model, "cola", layout, tp)

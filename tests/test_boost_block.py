@@ -6,8 +6,13 @@ import torch
 
 from suite.assemble import assemble
 from suite.case import Case
+from suite.comm.wire import _wires
 from suite.mesh import Mesh
+from suite.model import Decoder
 from suite.norms import layer_norm, normalised, statistics
+from suite.precision.float32 import build as float32
+from suite.seams import load
+from suite.workload import models
 
 
 def model_of(model: str, factor, layout, precision: str = "float64"):
@@ -75,3 +80,49 @@ def test_recomputing_segments_keeps_the_latents_and_the_residual():
     assert segment == 4 * tokens * (7 * r + d)
     assert full > 3 * segment
     assert segment < kept({"name": "pairwise", "recompute": "segment"})
+
+
+class Echo:
+    """Rank 0 of two that hold the same: sums double, gathers repeat. Messages are written down."""
+
+    id, size, index = 0, 2, 0
+
+    def __init__(self):
+        self.sent = []
+
+    def run(self, op, x, dim=0, exact=None, site=None, way=None, purpose=None):
+        self.sent.append((way, purpose, op, site[1]))
+        joined = torch.cat([x, x], dim) if op == "all_gather" else 2 * x
+        return joined, None if exact is None else 2 * exact
+
+
+@pytest.mark.parametrize("layout,factor", [
+    ({"name": "btp"}, "cola"),
+    ({"name": "btp", "recompute": "segment"}, "cola"),
+    ({"name": "btp", "recompute": "segment", "prescale": "always", "grouped": False}, "svd"),
+    ({"name": "pairwise", "recompute": "segment"}, "cola"),
+    ({"name": "megatron", "recompute": "segment"}, "dense"),
+], ids=str)
+def test_a_compiled_block_is_one_graph_with_the_same_messages(layout, factor, monkeypatch):
+    """What runs on GPUs: fullgraph, segments recomputed by the compiler, no forward message in the backward pass."""
+    card, wire = {**models()["llama-tiny"], "layers": 1}, Echo()
+    monkeypatch.setitem(_wires, 0, wire)
+    options = {key: value for key, value in layout.items() if key != "name"}
+    results, messages = [], []
+    for compiled in (False, True):
+        made = load("layout", layout["name"])(card=card, factor=load("factor", factor)(card=card), precision=float32(), tp=wire,
+                                              **options)
+        model = Decoder(card, made, vocab=256, seq=8, device=torch.device("cpu"))
+        model.weights.initialise(0)
+        block = torch.compile(model.block, fullgraph=True, backend="aot_eager") if compiled else model.block
+        x = torch.linspace(-1, 1, 16 * model.blocks[0]["attention.norm.weight"].numel()).view(16, -1).requires_grad_()
+        y, _ = block(model.blocks[0], x, model.rope, 0, model.noise, {})
+        before = len(wire.sent)
+        y.square().sum().backward()
+        assert {way for way, *_ in wire.sent[before:]} == {"backward"}
+        results.append([y, x.grad, *(leaf.grad for leaf in model.blocks[0].values())])
+        messages.append(wire.sent[:])
+        wire.sent.clear()
+    assert sorted(messages[0]) == sorted(messages[1])
+    for eager, fused in zip(*results):
+        torch.testing.assert_close(fused, eager, rtol=1e-5, atol=1e-5 * eager.abs().max().item())

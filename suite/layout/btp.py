@@ -16,6 +16,9 @@ calls each, and the statistics. Dense K and V are row-parallel and meet at their
 
 `norm: online`   the statistic crosses with the product; what follows is replicated, so that its gradient is whole on every rank
                  and needs no message. l is absent from the result: a constant in the backward pass. Calls 6 + 4.
+`prescale`       whether l is divided and multiplied back at all. `always` is Algorithm 1 to the letter; `auto`: only where products
+                 run in numbers with a scale or a range to keep (quantised ones). Rounding of plain floats does not see l, so
+                 there P = (x · γ) A loses nothing and saves a pass over P each way.
 `norm: sync`     the statistic crosses before the product, and its gradient after it: calls 6 + 6.
 `norm: local`    each shard by its own statistic: another model for each p, to be timed only.
 LayerNorm        y = (Σ P - μ c) / σ + b with c = Σ γ A, b = Σ β A, reduced once a norm beside the statistics (2 k r elements).
@@ -54,9 +57,10 @@ from suite.seams import Precision, Spec
 
 
 class BTP(LowRankLayout):
-    def __init__(self, *, norm: str = "online", **rest: Any):
+    def __init__(self, *, norm: str = "online", prescale: str = "auto", **rest: Any):
         super().__init__(**rest)
         self.norm = norm
+        self.prescale = not getattr(self.precision, "scale_free", False) if prescale == "auto" else prescale == "always"
 
     def refuse(self, tokens: int) -> str | None:
         if self.card["place"] != "pre" or self.card["qk_norm"]:
@@ -162,14 +166,14 @@ class Into:
                 x = norm_of(card, self.p, at, x)
             return tuple(self._down(x.to(layout.precision.compute), piece) for piece in self.pieces), None
         if bias is None:
-            x, exact, rms = scale(x, gain, card["eps"])
+            x, exact, rms = scale(x, gain, card["eps"], layout.prescale)
         else:
             exact = statistics(x, card["norm"])
-            x, rms = scaled(x, gain, card["eps"])
+            x, rms = scaled(x, gain, card["eps"], layout.prescale)
         ys = [self._down(x.to(layout.precision.compute), piece) for piece in self.pieces]
         if bias is not None:
             exact = torch.cat([exact.flatten(), *self._shifts(gain, bias)])
-        return tuple((y.to(rms.dtype) * rms).to(y.dtype) for y in ys), exact
+        return tuple(ys if rms is None else ((y.to(rms.dtype) * rms).to(y.dtype) for y in ys)), exact
 
     def meet(self, ys, exact):
         met, total = [], None
@@ -258,6 +262,7 @@ class Out:
         return (layout.biased(y, self.p, self.sub, self.name),)
 
 
-def build(recompute: str = "none", grouped: bool = True, norm: str = "online", *, card: Mapping[str, Any], factor: Any,
-          precision: Precision, tp: Wire) -> BTP:
-    return BTP(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, grouped=grouped, norm=norm)
+def build(recompute: str = "none", grouped: bool = True, norm: str = "online", prescale: str = "auto", *, card: Mapping[str, Any],
+          factor: Any, precision: Precision, tp: Wire) -> BTP:
+    return BTP(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, grouped=grouped, norm=norm,
+               prescale=prescale)

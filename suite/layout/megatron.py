@@ -87,6 +87,7 @@ class Megatron:
         """Leaves that hold several members: `...attention.q+k+v.weight`, `...ffn.gate+up.weight`. A precision whose numbers
         depend on what shares a product says `stack = False`."""
         found: dict[str, list[str]] = {}
+        self._places()
         if not getattr(self.precision, "stack", True) or any(name.endswith(".a") for name in names):
             return found
         for name in names:
@@ -109,6 +110,15 @@ class Megatron:
         """The feed-forward sublayer's chain."""
         into = ("gate", "up") if self.card["gated"] else ("up",)
         return [self.enter(p, layer, noise, "ffn", into), core, self.leave(p, layer, noise, "ffn", "down")]
+
+    def _places(self) -> None:
+        """Finds all products before a block is compiled, which may change nothing outside itself."""
+        for sub, linear in maps(self.card).items():
+            for name in linear:
+                self.product(sub, (name,))
+        self.product("attention", ("q", "k", "v"))
+        if self.card["gated"]:
+            self.product("ffn", ("gate", "up"))
 
     def product(self, sub: str, names: Sequence[str]) -> Product:
         """Where the operands of a product lie; made once, for it is the same in every layer."""
