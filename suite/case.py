@@ -257,7 +257,9 @@ class Case(Row):
     """See the module docstring. `measure`: `loss` runs are deterministic and validated, `speed` runs own the machine.
 
     `codec` runs look at what a codec does to a trained model's messages (suite/measure/captured.py), `collective` runs time one
-    collective of [data.batch x data.seq, hidden] and own the machine (suite/measure/collective.py); both need tp > 1.
+    collective of [data.batch x data.seq, hidden] and own the machine (suite/measure/collective.py); both need tp > 1. `ab` runs
+    compare the layout with the same at default options, in turn (suite/measure/interleaved.py); `block` runs time one layer and
+    its pieces (suite/measure/block.py); both own the machine.
     """
 
     model: str
@@ -272,7 +274,7 @@ class Case(Row):
     optim: Optim = Optim()
     steps: int = Field(50, ge=1)
     seed: int = Field(0, ge=0)
-    measure: Literal["loss", "speed", "codec", "collective"] = "loss"
+    measure: Literal["loss", "speed", "codec", "collective", "ab", "block"] = "loss"
     implementation: Literal["triaxis", "transformers"] = "triaxis"
     compile: bool | None = None  # none: where the device is a GPU
     init: str | None = None  # path of a checkpoint to start from (ours or Hugging Face safetensors)
@@ -322,7 +324,11 @@ class Case(Row):
             raise ValueError("layout: norm: local changes the model with tp: only a row with measure: speed may time it")
         if self.measure in ("codec", "collective") and self.mesh.tp == 1:
             raise ValueError(f"measure: {self.measure} needs mesh.tp of at least 2: with one process nothing crosses")
-        if self.implementation == "transformers" and self.measure in ("codec", "collective"):
+        if self.measure == "ab" and not self.layout.off_default("layout"):
+            raise ValueError("measure: ab needs a layout with an option off its default, which it is compared with")
+        if self.measure == "ab" and self.steps < 2:
+            raise ValueError("measure: ab needs steps of at least 2: fewer pairs give no interval")
+        if self.implementation == "transformers" and self.measure in ("codec", "collective", "ab", "block"):
             raise ValueError(f"measure: {self.measure} needs implementation: triaxis")
         if self.implementation == "transformers" and self.mesh.ranks > 1:
             raise ValueError("implementation: transformers runs on one process")

@@ -90,7 +90,7 @@ class Echo:
     def __init__(self):
         self.sent = []
 
-    def run(self, op, x, dim=0, exact=None, site=None, way=None, purpose=None):
+    def run(self, op, x, dim=0, exact=None, site=None, way=None, purpose=None, **rest):
         self.sent.append((way, purpose, op, site[1]))
         joined = torch.cat([x, x], dim) if op == "all_gather" else 2 * x
         return joined, None if exact is None else 2 * exact
@@ -120,6 +120,8 @@ def test_a_compiled_block_is_one_graph_with_the_same_messages(layout, factor, mo
         before = len(wire.sent)
         y.square().sum().backward()
         assert {way for way, *_ in wire.sent[before:]} == {"backward"}
+        norm = torch.compile(made.norm_alone, fullgraph=True, backend="aot_eager") if compiled else made.norm_alone
+        assert norm(model.blocks[0], x.detach()).shape[0] == len(x)  # what is timed by itself
         results.append([y, x.grad, *(leaf.grad for leaf in model.blocks[0].values())])
         messages.append(wire.sent[:])
         wire.sent.clear()

@@ -49,7 +49,7 @@ from torch import Tensor
 
 from suite.comm.meet import meet
 from suite.comm.wire import Wire
-from suite.layout.epilogue import epilogue, scale
+from suite.layout.epilogue import epilogue, passes, scale
 from suite.layout.lowrank import OUT, LowRankLayout
 from suite.layout.megatron import norm_of
 from suite.norms import moments, normalised, scaled, statistics, wide
@@ -90,6 +90,27 @@ class BTP(LowRankLayout):
     @property
     def sync(self) -> bool:
         return self.norm == "sync" and self.tp.size > 1
+
+    def norm_alone(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """`sync`: the statistic's message and the norm. `online`: the pass before the product, the statistic's message, and
+        the division behind the product as a pass of its own, over as many columns as q, k and v have there."""
+        if self.norm != "online" or self.tp.size == 1 or self.card["norm"] != "rmsnorm":
+            edge = Statistic(self, p, 0, "attention")
+            return edge.after(*edge.meet(*edge.before(x)))[0] if self.tp.size > 1 else norm_of(self.card, p, "attention.norm", x)
+        y, square, _ = scale(x, p["attention.norm.weight"], self.card["eps"], self.prescale)
+        square, _ = meet(self.tp, square, forward="all_reduce", backward="none", site=(0, "attention.norm"), purpose="statistic")
+        return epilogue(y.new_empty(len(y), self.latents), square, self.card["hidden"], self.card["eps"], False)
+
+    @property
+    def latents(self) -> int:
+        """Columns of what meets in front of attention."""
+        return sum(self.factor.width if self.factored("attention", name) else self.linear["attention"][name][1]
+                   for name in self.into("attention"))
+
+    def passes(self, tokens: int, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
+        """The passes around attention's bottleneck at this rank's shapes: name -> (run, bytes read and written)."""
+        return passes(tokens, self.card["hidden"] // self.tp.size, self.latents, self.card["hidden"], self.card["eps"],
+                      getattr(self.factor, "silu", False), self.prescale, self.precision.compute, device)
 
     def embed(self, p: Mapping[str, Tensor], ids: Tensor) -> Tensor:
         """ids [B, S] -> this rank's columns of the residual stream [T, D/p]."""

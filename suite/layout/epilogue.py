@@ -7,6 +7,8 @@ reference elsewhere and in float64. Opaque to torch.compile, so that both run as
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, library
 
@@ -90,3 +92,19 @@ def scale(x: Tensor, gain: Tensor, eps: float, local: bool = True) -> tuple[Tens
 def epilogue(p: Tensor, square: Tensor, hidden: int, eps: float, silu: bool) -> Tensor:
     """p [T, m] and square [T, 1], both summed over ranks -> f(p / sqrt(square / hidden + eps)) [T, m]."""
     return _epilogue(p, square[:, 0].contiguous(), hidden, eps, silu)
+
+
+def passes(tokens: int, shard: int, width: int, hidden: int, eps: float, silu: bool, local: bool, dtype: torch.dtype,
+           device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
+    """Each pass on [tokens, shard] or [tokens, width] normal values, as the operations above run it: name -> (run, bytes that it
+    reads and writes)."""
+    draw = torch.Generator(device=device).manual_seed(0)
+    x, p, dh = (torch.randn(tokens, n, generator=draw, device=device).to(dtype) for n in (shard, width, width))
+    gain, square = torch.ones(shard, dtype=dtype, device=device), torch.full((tokens,), float(hidden), device=device)
+    square = square.to(wide(dtype))
+    kernels, row = _chosen(x), square.nbytes
+    return {
+        "scale": (lambda: kernels.scale(x, gain, eps, local), 2 * x.nbytes + gain.nbytes + (1 + local) * row),
+        "epilogue": (lambda: kernels.epilogue(p, square, hidden, eps, silu), 2 * p.nbytes + row),
+        "epilogue_backward": (lambda: kernels.epilogue_backward(p, square, dh, hidden, eps, silu), 3 * p.nbytes + 2 * row),
+    }

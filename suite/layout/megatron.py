@@ -155,6 +155,10 @@ class Megatron:
     def leave(self, p: Mapping[str, Tensor], layer: int, noise: Tensor, sub: str, name: str) -> Leave:
         return Leave(self, p, layer, noise, sub, name)
 
+    def norm_alone(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """One norm of a layer by itself, of the residual stream as it lies here: what suite.measure.block times."""
+        return norm_of(self.card, p, "attention.norm", x)
+
     def embed(self, p: Mapping[str, Tensor], ids: Tensor) -> Tensor:
         """ids [B, S] -> residual stream. Each rank looks up its rows of the vocabulary; the sum over ranks is the embedding."""
         table = p["embed.weight"]

@@ -1,0 +1,107 @@
+"""Variants of a step in turn, and one layer taken apart: what is timed is what was asked, and numbers add up."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from suite.case import Case
+from suite.measure import block, interleaved
+from suite.record import CaseFailed
+
+SHAPE = {"data": {"text": "random", "seq": 32, "batch": 4}, "precision": "float32", "comm": "fp32", "steps": 2}
+
+
+def test_the_other_variant_has_default_options():
+    case = Case(model="llama-tiny", factor="svd", layout={"name": "btp", "grouped": False, "norm": "sync"}, measure="ab", name="n")
+    other = interleaved.default_of(case)
+    assert not other.layout.off_default("layout") and other.name is None
+    assert other.factor == case.factor and other.data == case.data
+    with pytest.raises(ValueError, match="an option off its default"):
+        Case(model="llama-tiny", factor="svd", layout="btp", measure="ab")
+    with pytest.raises(ValueError, match="steps of at least 2"):
+        Case(model="llama-tiny", factor="svd", layout={"name": "btp", "norm": "sync"}, measure="ab", steps=1)
+
+
+class Stepper:
+    """A trainer that only says who stepped."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, name: str, loss: float, order: list):
+        self.name, self.loss, self.order = name, loss, order
+
+    def step(self, number: int):
+        self.order.append((self.name, number))
+        return torch.tensor(self.loss), None
+
+    def barrier(self) -> None:
+        pass
+
+
+def test_blocks_take_turns_and_unlike_losses_are_not_timed():
+    case = Case(model="llama-tiny", factor="svd", layout={"name": "btp", "norm": "sync"}, measure="ab", steps=2)
+    order, outcome = [], SimpleNamespace(metrics=[], phases={})
+    interleaved.study(case, outcome, lambda c: Stepper(c.layout.options["norm"], 2.0, order))
+    numbers = [3, 4, 5]
+    assert [name for name, _ in order[6:]] == ["online"] * 3 + ["sync"] * 3 + ["sync"] * 3 + ["online"] * 3
+    assert [n for _, n in order[6:]] == 2 * numbers + 2 * [6, 7, 8]
+    assert {m.name for m in outcome.metrics} == {"step_time", "default_step_time", "default_over_row", "memory_saved",
+                                                 "default_over_row_upper_bound", "checkpoint_mb_per_ms"}
+    with pytest.raises(CaseFailed, match=r"first losses 2\.0000 and, with default options, 3\.0000: not timed"):
+        interleaved.study(case, outcome, lambda c: Stepper("", 2.0 + (c.layout.options["norm"] == "online"), order))
+
+
+def test_the_ratio_is_of_pairs_and_memory_is_paid_in_time():
+    found = {m.name: m for m in interleaved.metrics([(0.5, 0.4), (0.6, 0.48)], [(1e9, 4e9), (1.5e9, 4e9)])}
+    assert found["default_over_row"].value == pytest.approx(0.8) == found["default_over_row_upper_bound"].value
+    assert found["step_time"].value == pytest.approx(550) and found["default_step_time"].value == pytest.approx(440)
+    assert found["memory_saved"].value == pytest.approx(2500)
+    assert found["checkpoint_mb_per_ms"].value == pytest.approx(2500 / 110)
+    quicker = {m.name: m for m in interleaved.metrics([(0.4, 0.5)] * 2, [(1e9, 4e9)] * 2)}
+    assert quicker["checkpoint_mb_per_ms"].reason == "the row's step is not longer"
+    larger = {m.name: m for m in interleaved.metrics([(0.6, 0.5)] * 2, [(5e9, 4e9)] * 2)}
+    assert larger["checkpoint_mb_per_ms"].reason == "the row saves no memory" and larger["memory_saved"].value < 0
+
+
+def apart(mesh, row):
+    outcome = SimpleNamespace(metrics=[], phases={})
+    block.study(Case(**row), mesh, outcome)
+    return {m.name: m for m in outcome.metrics}
+
+
+def payloads(layout: str, factor: str) -> tuple[float, float]:
+    """Elements a token of llama-tiny's block, forward and backward: boost.md 2.4; BTP's float32 statistics beside."""
+    d, f, r = 128, 352, 32
+    return {"megatron": (2 * d, 2 * d), "pairwise": (5 * d + 2 * f, 3 * d + f), "btp": (7 * r + 2, 7 * r)}[layout]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout,factor", [("btp", "cola"), ("pairwise", "cola"), ("megatron", "dense")])
+def test_a_layer_is_taken_apart(layout, factor):
+    row = {"model": "llama-tiny", "layout": layout, "factor": factor, "mesh": {"tp": 2}, "measure": "block", **SHAPE}
+    found, other = run_ranks(apart, 2, row)
+    timed = [m for m in found.values() if m.name.endswith("_ms") or m.name.startswith("gemm_ms")]
+    assert len(timed) == 8 and all(m.value > 0 and m.n == 2 for m in timed)
+    assert found["block_train_ms"].value > found["block_ms"].value
+    for name, elements in zip(("block_payload", "block_payload_backward"), payloads(layout, factor)):
+        assert found[name].value == elements * 128 * 4 / 2**20 and found[name].kind == "counted"
+    assert found["gemm_hfu_attn"].reason == "no GPU"
+    own = layout == "btp"
+    assert all((found[f"{name}_share"].value is not None) == own for name in block.PASSES)
+    assert "scale_share" not in other
+
+
+def muted(mesh):
+    case = Case(model="llama-tiny", layout="megatron-sp", mesh={"tp": 2}, measure="block", **SHAPE)
+    made = block.assemble(case, mesh, 256, {**block.models()["llama-tiny"], "layers": 1})
+    mute, x, seen = block.Mute(made.tp), torch.ones(4, 2), []
+    before = made.tp.counter.snapshot()
+    mute.during(lambda: seen.extend(made.tp.run(op, x, exact=x)[0].shape for op in ("all_reduce", "all_gather", "reduce_scatter")))
+    assert [tuple(s) for s in seen] == [(4, 2), (8, 2), (2, 2)] and made.tp.counter.snapshot() == before
+    return made.tp.run("all_reduce", x)[0].tolist()
+
+
+@pytest.mark.ranks
+def test_a_muted_wire_sends_nothing_and_speaks_again():
+    assert run_ranks(muted, 2)[0] == [[2.0, 2.0]] * 4
