@@ -225,6 +225,24 @@ def test_the_statistic_stays_exact_under_a_codec(codec):
     assert trained.losses != exact.losses
 
 
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4", {"name": "tetrajet", "out": 0.1, "out_start": 1, "out_steps": 1, "osci": 0}],
+                         ids=["fp8", "nvfp4", "tetrajet"])
+def test_all_three_axes_at_once(precision):
+    """Quantised products of a low-rank model under BTP, compressed at the bottleneck: it learns what full precision learns, the
+    shards are scaled before they are quantised, and ranks stay alike."""
+    ranks = everyone(case_of("llama-tiny", "btp", 2, precision, "taco", factor="cola"), STEPS)
+    exact = truth("llama-tiny", "cola", "float32")
+    assert max(abs(a - b) for a, b in zip(ranks[0].losses, exact.losses)) < 0.03
+    assert ranks[0].losses != exact.losses and ranks[0].losses == ranks[1].losses and ranks[0].replicated == ranks[1].replicated
+    statistic = [row for row in ranks[0].traffic if row.purpose == "statistic"]
+    assert {(row.codec, row.dtype) for row in statistic} == {("exact", "float32")}
+    assert {row.codec for row in ranks[0].traffic if row.purpose == "activations"} == {"taco"}
+    assert all(g.isfinite().all() and g.norm() > 0 for name, g in ranks[0].first.items() if name.endswith((".a", ".b")))
+    prescaled = [assemble(Case(model="llama-tiny", layout="btp", factor="cola", precision=one), Mesh(), 256).model.layout.prescale
+                 for one in (precision, "bf16")]
+    assert prescaled == [True, False]
+
+
 @pytest.mark.parametrize("layout", ["btp", "pairwise", "pairwise-heads"])
 def test_executed_flops_are_what_torch_counts(layout):
     from torch.utils.flop_counter import FlopCounterMode

@@ -92,6 +92,7 @@ class Echo:
         self.sent = []
 
     def run(self, op, x, dim=0, exact=None, site=None, way=None, purpose=None, **rest):
+        assert x.is_contiguous(), f"{site}: a copy before it is sent"
         self.sent.append((way, purpose, op, site[1]))
         joined = torch.cat([x, x], dim) if op == "all_gather" else 2 * x
         return joined, None if exact is None else 2 * exact

@@ -7,7 +7,9 @@ from ranks import run_ranks
 
 from suite.case import Case
 from suite.measure import block, interleaved
-from suite.record import CaseFailed
+from suite.record import CaseFailed, Metric, Record, write
+from suite.report import figures, panels, studies
+from suite.report.source import entries
 
 SHAPE = {"data": {"text": "random", "seq": 32, "batch": 4}, "precision": "float32", "comm": "fp32", "steps": 2}
 
@@ -105,3 +107,17 @@ def muted(mesh):
 @pytest.mark.ranks
 def test_a_muted_wire_sends_nothing_and_speaks_again():
     assert run_ranks(muted, 2)[0] == [[2.0, 2.0]] * 4
+
+
+def test_a_layer_is_drawn_from_both_its_parts(tmp_path):
+    """A record without one of them is no bar; the number on a bar is their sum."""
+    library, _ = figures._library()
+    for layout, numbers in (("btp", (2.0, 1.5)), ("pairwise", (3.0, 4.0)), ("pairwise-heads", (5.0, None))):
+        case = Case(model="llama-tiny", layout=layout, factor="cola", mesh={"tp": 2}, measure="block")
+        metrics = [Metric(name, value, "ms", n=5, reason=None if value else "not here")
+                   for name, value in zip(("block_compute_ms", "block_comm_ms"), numbers)]
+        write(Record(case.id, case.row(), "ok", None, "key", "cpu2", metrics=metrics), tmp_path)
+    found, ax = entries(tmp_path, {}), library().add_subplot()
+    style = panels.Style({e.method: "0.5" for e in found})
+    assert studies.layer(ax, found, style) and not studies.layer(ax, [], style)
+    assert [t.get_text() for t in ax.texts if t.get_text().replace(".", "").isdigit()] == ["3.5", "7"]

@@ -11,7 +11,8 @@ attention of all heads runs on each of them, as in the authors' release (`pairwi
     x = x + Σ f(z A_o) B_o + b_o             the same again         forward: all-reduce of [T, D]
 
 Elements a block (boost.md 2.4): forward T(3 D + 2 K/V + g F), backward 3 T D + T F with grouped A, each map's own with
-`grouped: false`; g = 2 where the feed-forward layer is gated. The ends are `megatron`'s.
+`grouped: false`; g = 2 where the feed-forward layer is gated. The second factors are never one batch, whose sums would lie apart.
+The ends are `megatron`'s.
 
     a [r, d_in] rows        b [d_out, r] columns        norms, biases, positions replicated, with equal gradients
     dense K and V (`kv: dense`): replicated, computed on every rank from n, for no rank has a part of what meets
@@ -61,6 +62,10 @@ class Pairwise(LowRankLayout):
         for names, how in ((self.into(sub), ops), ((OUT[sub],), self.leave_ops)):
             found += [Narrow(self, p, layer, noise, sub, names), _same, Widen(self, p, layer, noise, sub, names, how), core]
         return found[:-1]
+
+    def ups(self, sub: str) -> list[tuple[str, ...]]:
+        """Each map's sums are a message of their own: a product of its own leaves them in one piece, with nothing to copy."""
+        return [(name,) for name in self.into(sub) if self.factored(sub, name)]
 
     def pieces(self, sub: str, names: Sequence[str]) -> list[tuple[str, ...]]:
         return [tuple(names)] if tuple(names) == (OUT[sub],) else self.downs(sub)
