@@ -1,7 +1,9 @@
 """BOOST: layouts of low-rank maps equal the unsplit model, send what the paper's formulas say, and recompute without sending."""
 import pytest
 import torch
-from parity import case_of, counts, everyone, train
+from parity import case_of, counts
+from parity import everyone as everyone_of
+from parity import train as train_of
 
 from suite.assemble import assemble
 from suite.case import Case
@@ -11,9 +13,17 @@ from suite.workload import models
 
 FAMILIES = ["gpt-tiny", "qwen-tiny", "llama-tiny"]
 SYNC, SINGLES, LETTER = {"name": "btp", "norm": "sync"}, {"name": "btp", "grouped": False}, {"name": "btp", "prescale": "always"}
-STEPS = 3
+STEPS, LAYERS = 3, 2  # one layer below another
 
 pytestmark = pytest.mark.ranks
+
+
+def train(*case, **more):
+    return train_of(*case, layers=LAYERS, **more)
+
+
+def everyone(case: Case, steps: int):
+    return everyone_of(case, steps, LAYERS)
 
 
 def truth(model: str, factor, precision: str = "float64"):
@@ -85,7 +95,7 @@ def test_latents_cross_layers_where_whole_layers_are_recomputed():
 
 @pytest.mark.parametrize("layout", ["btp", "pairwise", "pairwise-heads"])
 def test_replicated_parameters_stay_bit_equal(layout):
-    ranks = everyone(case_of("gpt-tiny", layout, 4, "float32", factor="cola"), STEPS)
+    ranks = everyone(case_of("gpt-tiny", layout, 4, "float64", factor="cola"), STEPS)
     assert ranks[0].replicated
     assert all(rank.replicated == ranks[0].replicated and rank.losses == ranks[0].losses for rank in ranks)
 
@@ -94,7 +104,7 @@ def formula(model: str, layout: str, tp: int, *, sync: bool = False, grouped: bo
     """(way, op, purpose) -> (calls, elements), DESIGN 7a and boost.md 2.4 written out."""
     card = models()[model]
     case = case_of(model, "megatron", tp, "float32")
-    tokens, n, d, f = case.data.batch * case.data.seq, card["layers"], card["hidden"], card["ffn"]
+    tokens, n, d, f = case.data.batch * case.data.seq, LAYERS, card["hidden"], card["ffn"]
     r, g, kv = d // 4, 2 if card["gated"] else 1, card["kv_heads"] * d // card["heads"]
     found = {("forward", "max", "loss"): (1, tokens), ("forward", "all_reduce", "loss"): (1, 2 * tokens)}
 
@@ -219,7 +229,7 @@ def test_the_statistic_stays_exact_under_a_codec(codec):
     trained = train("llama-tiny", "btp", 2, "float32", 3, comm=codec, factor="cola")
     rows = [row for row in trained.traffic if row.purpose == "statistic"]
     assert {(row.codec, row.dtype) for row in rows} == {("exact", "float32")}
-    assert sum(row.elements for row in rows) == 2 * 4 * 4 * 32  # norms, layers, tokens
+    assert sum(row.elements for row in rows) == 2 * LAYERS * 4 * 32  # norms, layers, tokens
     exact = train("llama-tiny", "btp", 2, "float32", 3, factor="cola")
     assert max(abs(a - b) for a, b in zip(trained.losses, exact.losses)) < 2e-2
     assert trained.losses != exact.losses
