@@ -5,11 +5,13 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from suite import plan
 from suite.case import Case
 from suite.measure import block, interleaved
 from suite.record import CaseFailed, Metric, Record, write
 from suite.report import figures, panels, studies
 from suite.report.source import entries
+from suite.workload import Expanded
 
 SHAPE = {"data": {"text": "random", "seq": 32, "batch": 4}, "precision": "float32", "comm": "fp32", "steps": 2}
 
@@ -121,3 +123,15 @@ def test_a_layer_is_drawn_from_both_its_parts(tmp_path):
     style = panels.Style({e.method: "0.5" for e in found})
     assert studies.layer(ax, found, style) and not studies.layer(ax, [], style)
     assert [t.get_text() for t in ax.texts if t.get_text().replace(".", "").isdigit()] == ["3.5", "7"]
+
+
+def test_the_plan_knows_what_they_take():
+    """A pair of blocks is six steps; a layer is a small part of its model; both own the machine."""
+    given = {"model": "llama-7b", "factor": "cola", "mesh": {"tp": 2}, "device": "cuda", "data": {"seq": 4096, "batch": 4}}
+    turns = Case(**given, layout={"name": "btp", "norm": "sync"}, measure="ab", steps=12)
+    steps = Case(**given, layout="btp", measure="speed", steps=72)
+    apart = Case(**given, layout="btp", measure="block", steps=20)
+    assert plan.seconds(turns) == plan.seconds(steps)
+    assert plan.FIXED["cuda"] < plan.seconds(apart) < plan.seconds(turns)
+    for case in (turns, apart):
+        assert plan.single(Expanded(case, "boost", "short")).exclusive
