@@ -38,6 +38,7 @@ class Pairwise(Recompute):
 class BTP(Pairwise):
     norm: Literal["online", "sync", "local"] = "online"  # local changes the model with tp: for timing only
     prescale: Literal["auto", "always", "never"] = "auto"  # of online: shards by their own RMS, multiplied back behind the product
+    overlap: bool = False  # sums of gradients at the bottleneck are under way while the second factors' gradients are computed
 
 
 class LowRank(Row):

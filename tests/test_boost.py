@@ -13,6 +13,7 @@ from suite.workload import models
 
 FAMILIES = ["gpt-tiny", "qwen-tiny", "llama-tiny"]
 SYNC, SINGLES, LETTER = {"name": "btp", "norm": "sync"}, {"name": "btp", "grouped": False}, {"name": "btp", "prescale": "always"}
+OVERLAP = {"name": "btp", "overlap": True}
 STEPS, LAYERS = 3, 2  # one layer below another
 
 pytestmark = pytest.mark.ranks
@@ -46,7 +47,7 @@ def test_layouts_equal_one_process(model, layout, tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("layout", [SYNC, SINGLES, LETTER, {"name": "pairwise", "grouped": False}])
+@pytest.mark.parametrize("layout", [SYNC, SINGLES, LETTER, OVERLAP, {"name": "pairwise", "grouped": False}])
 @pytest.mark.parametrize("model", ["gpt-tiny", "qwen-tiny"])
 def test_norm_modes_and_grouping_equal_one_process(model, layout, tp):
     equal(model, "cola", layout, tp)
@@ -171,6 +172,7 @@ def test_counts_of_norm_modes_grouping_and_dense_keys():
     for model in ("gpt-tiny", "qwen-tiny"):
         assert sent(model, SYNC, 2) == formula(model, "btp", 2, sync=True)
         assert sent(model, SINGLES, 2) == formula(model, "btp", 2, grouped=False)
+        assert sent(model, OVERLAP, 2) == formula(model, "btp", 2)
     for tp in (2, 4):
         assert sent("qwen-tiny", "btp", tp, {"name": "cola", "kv": "dense"}) == formula("qwen-tiny", "btp", tp, dense=True)
 

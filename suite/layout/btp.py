@@ -24,6 +24,8 @@ calls each, and the statistics. Dense K and V are row-parallel and meet at their
 LayerNorm        y = (Σ P - μ c) / σ + b with c = Σ γ A, b = Σ β A, reduced once a norm beside the statistics (2 k r elements).
                  Each rank's mean and centred squares become sums in float64, whose combination there is Chan's without
                  cancellation: statistics of 2 columns. The product itself carries the mean in its own dtype.
+`overlap: true`  the all-reduce of dh is under way while B's gradient is computed (suite/layout/overlap.py), where products are
+                 plain ones and the maps of a message are one batch. An addition of ours: no baseline has it.
 `grouped: false` every map has a product and a message of its own: 7 + statistics instead of 4.
 
     x, norms (D), biases     this rank's part         a [r, d_in] columns         b [d_out, r] rows: heads, feed-forward, hidden
@@ -52,14 +54,16 @@ from suite.comm.wire import Wire
 from suite.layout.epilogue import epilogue, passes, scale
 from suite.layout.lowrank import OUT, LowRankLayout
 from suite.layout.megatron import norm_of
+from suite.layout.overlap import entered
 from suite.norms import moments, normalised, scaled, statistics, wide
 from suite.seams import Precision, Spec
 
 
 class BTP(LowRankLayout):
-    def __init__(self, *, norm: str = "online", prescale: str = "auto", **rest: Any):
+    def __init__(self, *, norm: str = "online", prescale: str = "auto", overlap: bool = False, **rest: Any):
         super().__init__(**rest)
         self.norm = norm
+        self.overlap = overlap and hasattr(self.precision, "batch") and self.tp.size > 1
         self.prescale = not getattr(self.precision, "scale_free", False) if prescale == "auto" else prescale == "always"
 
     def refuse(self, tokens: int) -> str | None:
@@ -90,6 +94,17 @@ class BTP(LowRankLayout):
     @property
     def sync(self) -> bool:
         return self.norm == "sync" and self.tp.size > 1
+
+    def entered(self, h: Tensor, p: Mapping[str, Tensor], layer: int, noise: Tensor, sub: str, names: tuple[str, ...],
+                whole: bool = False) -> list[Tensor]:
+        """As `maps_of` of a latent that is equal on all ranks, and so is its gradient."""
+        site = layer, f"{sub}.{'+'.join(names)}.b"
+        if self.overlap and (len(names) == 1 or names in self.ups(sub)):
+            leaf, _ = self.place(sub, names, "b")
+            y = entered(h, p[leaf].to(self.precision.compute), len(names), self.tp, site)
+            return [y] if whole else list(y.chunk(len(names), dim=-1))
+        h, _ = meet(self.tp, h, forward="none", backward="all_reduce", site=site)
+        return self.maps_of(h, p, layer, noise, sub, names, whole)
 
     def norm_alone(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """`sync`: the statistic's message and the norm. `online`: the pass before the product, the statistic's message, and
@@ -248,9 +263,8 @@ class Into:
         found: dict[str, Tensor] = {}
         if low:
             h = latent if silu else layout.latent(latent, self.p, sub, low)
-            h, _ = meet(layout.tp, h, forward="none", backward="all_reduce", site=(self.layer, f"{sub}.{'+'.join(low)}.b"))
             whole = sub == "ffn" and not self.layout.card["bias"]["ffn"]
-            ys = layout.maps_of(h, self.p, self.layer, self.noise, sub, low, whole)
+            ys = layout.entered(h, self.p, self.layer, self.noise, sub, low, whole)
             found.update(zip(low, ys) if len(ys) == len(low) else [("+".join(low), ys[0])])
         if dense.shape[-1]:
             names = [name for name in piece if name not in low]
@@ -278,12 +292,11 @@ class Out:
     def after(self, ys, exact):
         layout = self.layout
         h = layout.latent(ys[0], self.p, self.sub, (self.name,))
-        h, _ = meet(layout.tp, h, forward="none", backward="all_reduce", site=(self.layer, f"{self.sub}.{self.name}.b"))
-        (y,) = layout.maps_of(h, self.p, self.layer, self.noise, self.sub, (self.name,))
+        (y,) = layout.entered(h, self.p, self.layer, self.noise, self.sub, (self.name,))
         return (layout.biased(y, self.p, self.sub, self.name),)
 
 
-def build(recompute: str = "none", grouped: bool = True, norm: str = "online", prescale: str = "auto", *, card: Mapping[str, Any],
-          factor: Any, precision: Precision, tp: Wire) -> BTP:
+def build(recompute: str = "none", grouped: bool = True, norm: str = "online", prescale: str = "auto", overlap: bool = False, *,
+          card: Mapping[str, Any], factor: Any, precision: Precision, tp: Wire) -> BTP:
     return BTP(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, grouped=grouped, norm=norm,
-               prescale=prescale)
+               prescale=prescale, overlap=overlap)
