@@ -31,14 +31,17 @@ class Recompute(Row):
     recompute: Literal["none", "segment", "layer"] = "none"
 
 
-class Pairwise(Recompute):
+class Overlap(Recompute):
+    overlap: bool = False  # sums of an input's gradient are under way while the weight's is computed, where products are plain
+
+
+class Pairwise(Overlap):
     grouped: bool = True  # maps that share an input share a product
 
 
 class BTP(Pairwise):
     norm: Literal["online", "sync", "local"] = "online"  # local changes the model with tp: for timing only
     prescale: Literal["auto", "always", "never"] = "auto"  # of online: shards by their own RMS, multiplied back behind the product
-    overlap: bool = False  # sums of gradients at the bottleneck are under way while the second factors' gradients are computed
 
 
 class LowRank(Row):
@@ -147,7 +150,7 @@ class Taco(Hadamard):
 # axis -> value -> its options. A new value is one entry file and one line here.
 AXES: dict[str, dict[str, type[Row]]] = {
     "factor": {"dense": NoOptions, "svd": LowRank, "cola": CoLA, "lax": LowRank},
-    "layout": {"megatron": Recompute, "megatron-sp": Recompute, "pairwise": Pairwise, "pairwise-heads": Pairwise, "btp": BTP},
+    "layout": {"megatron": Overlap, "megatron-sp": Recompute, "pairwise": Pairwise, "pairwise-heads": Pairwise, "btp": BTP},
     "comm": {"bf16": NoOptions, "fp32": NoOptions, "fp64": NoOptions, "int8": Group, "fp8": Group, "taco": Taco,
              "int8-hadamard": Hadamard, "int8-tensor": Encoded, "fp8-cast": Encoded, "tahquant": Group},
     "precision": {"bf16": Parameters, "float32": NoOptions, "float64": NoOptions, "fp8": Fp8, "nvfp4": Nvfp4, "mxfp4": Mxfp4,

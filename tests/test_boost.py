@@ -66,6 +66,15 @@ def test_dense_keys_and_values_equal_one_process(layout, tp):
     equal("qwen-tiny", {"name": "cola", "kv": "dense"}, layout, tp)
 
 
+@pytest.mark.parametrize("model,layout,factor", [("gpt-tiny", "megatron", "dense"), ("qwen-tiny", "megatron", "dense"),
+                                                 ("qwen-tiny", "pairwise", "cola"), ("qwen-tiny", "pairwise-heads", "cola"),
+                                                 ("qwen-tiny", "pairwise-heads", {"name": "cola", "kv": "dense"})])
+def test_overlapped_sums_equal_one_process_and_send_the_same(model, layout, factor):
+    overlapped = {"name": layout, "overlap": True}
+    equal(model, factor, overlapped, 2)
+    assert sent(model, overlapped, 2, factor) == sent(model, layout, 2, factor)
+
+
 def test_pairwise_keeps_olmos_norms():
     equal("olmo2-tiny", "cola", "pairwise", 2)
 

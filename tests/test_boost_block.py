@@ -108,7 +108,9 @@ class Echo:
     ({"name": "btp", "recompute": "segment", "prescale": "always", "grouped": False}, "svd"),
     ({"name": "btp", "recompute": "segment", "overlap": True}, "cola"),
     ({"name": "pairwise", "recompute": "segment"}, "cola"),
+    ({"name": "pairwise", "overlap": True, "grouped": False}, "svd"),
     ({"name": "megatron", "recompute": "segment"}, "dense"),
+    ({"name": "megatron", "recompute": "segment", "overlap": True}, "dense"),
 ], ids=str)
 def test_a_compiled_block_is_one_graph_with_the_same_messages(layout, factor, monkeypatch):
     """What runs on GPUs: fullgraph, segments recomputed by the compiler, no forward message in the backward pass."""

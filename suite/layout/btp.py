@@ -25,7 +25,7 @@ LayerNorm        y = (Σ P - μ c) / σ + b with c = Σ γ A, b = Σ β A, reduc
                  Each rank's mean and centred squares become sums in float64, whose combination there is Chan's without
                  cancellation: statistics of 2 columns. The product itself carries the mean in its own dtype.
 `overlap: true`  the all-reduce of dh is under way while B's gradient is computed (suite/layout/overlap.py), where products are
-                 plain ones and the maps of a message are one batch. An addition of ours: no baseline has it.
+                 plain ones and the maps of a message are one batch.
 `grouped: false` every map has a product and a message of its own: 7 + statistics instead of 4.
 
     x, norms (D), biases     this rank's part         a [r, d_in] columns         b [d_out, r] rows: heads, feed-forward, hidden
@@ -60,10 +60,9 @@ from suite.seams import Precision, Spec
 
 
 class BTP(LowRankLayout):
-    def __init__(self, *, norm: str = "online", prescale: str = "auto", overlap: bool = False, **rest: Any):
+    def __init__(self, *, norm: str = "online", prescale: str = "auto", **rest: Any):
         super().__init__(**rest)
         self.norm = norm
-        self.overlap = overlap and hasattr(self.precision, "batch") and self.tp.size > 1
         self.prescale = not getattr(self.precision, "scale_free", False) if prescale == "auto" else prescale == "always"
 
     def refuse(self, tokens: int) -> str | None:
@@ -298,5 +297,5 @@ class Out:
 
 def build(recompute: str = "none", grouped: bool = True, norm: str = "online", prescale: str = "auto", overlap: bool = False, *,
           card: Mapping[str, Any], factor: Any, precision: Precision, tp: Wire) -> BTP:
-    return BTP(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, grouped=grouped, norm=norm,
-               prescale=prescale, overlap=overlap)
+    return BTP(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, overlap=overlap, grouped=grouped,
+               norm=norm, prescale=prescale)

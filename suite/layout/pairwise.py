@@ -30,6 +30,7 @@ from suite.comm.meet import meet
 from suite.comm.wire import Wire
 from suite.layout.lowrank import OUT, LowRankLayout
 from suite.layout.megatron import norm_of
+from suite.layout.overlap import entered
 from suite.norms import rms_norm
 from suite.seams import Op, Precision, Spec
 
@@ -107,6 +108,10 @@ class Narrow:
         self.layout, self.p, self.layer, self.noise, self.sub, self.names = layout, p, layer, noise, sub, tuple(names)
         self.out = self.names == (OUT[sub],)
         self.dense = any(not layout.factored(sub, name) for name in self.names)
+        self.site = layer, f"{sub}.{'+'.join(self.names)}.a"
+        self.ops = layout.core_ops if self.out and sub == "attention" else layout.enter_ops
+        # the input's gradient is summed behind the products that make the weights' (suite/layout/overlap.py)
+        self.hidden = layout.overlap and self.ops == ("none", "all_reduce") and not self.dense
 
     def before(self, x: Tensor):
         if not self.out and self.layout.card["place"] == "pre":
@@ -116,8 +121,9 @@ class Narrow:
 
     def meet(self, ys, exact):
         layout, ends = self.layout, len(self.layout.pieces(self.sub, self.names))
-        forward, backward = layout.core_ops if self.out and self.sub == "attention" else layout.enter_ops
-        site = self.layer, f"{self.sub}.{'+'.join(self.names)}.a"
+        if self.hidden:
+            return ys * ends, exact
+        (forward, backward), site = self.ops, self.site
         # ungrouped, each first factor's part of the input's gradient is a message of its own
         met = [meet(layout.tp, ys[0], forward=forward, backward=backward, dim=-1, site=site)[0] for _ in range(ends)]
         return (*met, *ys[1:]), exact
@@ -126,7 +132,11 @@ class Narrow:
         layout, found = self.layout, []
         pieces = layout.pieces(self.sub, self.names)
         for x, piece in zip(ys, pieces):
-            y = layout.down(x, self.p, self.layer, self.noise, self.sub, piece)
+            if self.hidden:
+                leaf = self.p[layout.place(self.sub, piece, "a")[0]]
+                y = entered(x, leaf.to(layout.precision.compute), 1, layout.tp, self.site)
+            else:
+                y = layout.down(x, self.p, self.layer, self.noise, self.sub, piece)
             found.append(layout.latent(y, self.p, self.sub, piece))
         rest = ys[len(pieces):]
         return [*found, *rest] if layout.whole_heads or not self.dense else [*found, ys[0]]
@@ -171,6 +181,6 @@ class Widen:
         return ys
 
 
-def build(recompute: str = "none", grouped: bool = True, *, card: Mapping[str, Any], factor: Any, precision: Precision,
-          tp: Wire) -> Pairwise:
-    return Pairwise(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, grouped=grouped)
+def build(recompute: str = "none", grouped: bool = True, overlap: bool = False, *, card: Mapping[str, Any], factor: Any,
+          precision: Precision, tp: Wire) -> Pairwise:
+    return Pairwise(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, overlap=overlap, grouped=grouped)
