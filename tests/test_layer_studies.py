@@ -68,10 +68,26 @@ def test_the_ratio_is_of_pairs_and_memory_is_paid_in_time():
     assert larger["checkpoint_mb_per_ms"].reason == "the row saves no memory" and larger["memory_saved"].value < 0
 
 
-def apart(mesh, row):
+def apart(mesh, row, counting):
     outcome = SimpleNamespace(metrics=[], phases={})
-    block.study(Case(**row), mesh, outcome)
+    clock, block.timed = block.timed, calls if counting else block.timed
+    try:
+        block.study(Case(**row), mesh, outcome)
+    finally:
+        block.timed = clock
     return {m.name: m for m in outcome.metrics}
+
+
+def calls(runs, device, repeats, barrier=None):
+    """A clock that shows a second and one more for each message."""
+    counter = barrier.__self__.counter if barrier else None
+    found = {}
+    for name, run in runs.items():
+        if counter:
+            counter.reset()
+        run()
+        found[name] = [1.0 + (sum(row.calls for row in counter.snapshot()) if counter else 0)] * repeats
+    return found
 
 
 def payloads(layout: str, factor: str) -> tuple[float, float]:
@@ -84,16 +100,21 @@ def payloads(layout: str, factor: str) -> tuple[float, float]:
 @pytest.mark.parametrize("layout,factor", [("btp", "cola"), ("pairwise", "cola"), ("megatron", "dense")])
 def test_a_layer_is_taken_apart(layout, factor):
     row = {"model": "llama-tiny", "layout": layout, "factor": factor, "mesh": {"tp": 2}, "measure": "block", **SHAPE}
-    found, other = run_ranks(apart, 2, row)
+    found, other = run_ranks(apart, 2, row, False)
     timed = [m for m in found.values() if m.name.endswith("_ms") or m.name.startswith("gemm_ms")]
     assert len(timed) == 8 and all(m.value > 0 and m.n == 2 for m in timed)
-    assert found["block_train_ms"].value > found["block_ms"].value
     for name, elements in zip(("block_payload", "block_payload_backward"), payloads(layout, factor)):
         assert found[name].value == elements * 128 * 4 / 2**20 and found[name].kind == "counted"
     assert found["gemm_hfu_attn"].reason == "no GPU"
     own = layout == "btp"
     assert all((found[f"{name}_share"].value is not None) == own for name in block.PASSES)
     assert "scale_share" not in other
+    forward, backward, norm = {"btp": (6, 4, 1), "pairwise": (7, 4, 0), "megatron": (2, 2, 0)}[layout]
+    counted, n = run_ranks(apart, 2, row, True)[0], block.CHAIN
+    for name, messages in (("block_ms", n * forward), ("block_train_ms", n * (forward + backward)), ("block_compute_ms", 0)):
+        assert counted[name].value == 1e3 * (1 + messages) / n, name
+    for name, messages in (("block_comm_ms", forward), ("block_comm_backward_ms", backward), ("norm_ms", norm), ("gemm_ms_mlp", 0)):
+        assert counted[name].value == 1e3 * (1 + messages), name
 
 
 def muted(mesh):
