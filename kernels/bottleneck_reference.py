@@ -9,10 +9,12 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def scale(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def scale(x: Tensor, gain: Tensor, eps: float, local: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels.bottleneck.scale."""
     value = _wide(x)
     square = value.square().sum(-1)
+    if not local:
+        return (value * _wide(gain)).to(x.dtype), square, square.new_empty(0)
     rms = torch.sqrt(square / x.shape[-1] + eps)
     return (value / rms[:, None] * _wide(gain)).to(x.dtype), square, rms
 

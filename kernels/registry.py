@@ -203,10 +203,9 @@ def _swiglu(model: str, tokens: int, width: int, dtype: torch.dtype) -> Entry:
                  64 if width % 16 == 0 else 128)
 
 
-
-def _scale_inputs(tokens: int, width: int, dtype: torch.dtype, device: str, seed: int) -> dict[str, Any]:
+def _scale_inputs(tokens: int, width: int, local: bool, dtype: torch.dtype, device: str, seed: int) -> dict[str, Any]:
     gain = _normal((width,), dtype, device, seed + 1)
-    return {"x": _normal((tokens, width), dtype, device, seed, 3.0), "gain": gain, "eps": 1e-6}
+    return {"x": _normal((tokens, width), dtype, device, seed, 3.0), "gain": gain, "eps": 1e-6, "local": local}
 
 
 def bottleneck_inputs(tokens: int, width: int, hidden: int, silu: bool, dtype: torch.dtype, backward: bool, device: str,
@@ -219,8 +218,9 @@ def bottleneck_inputs(tokens: int, width: int, hidden: int, silu: bool, dtype: t
     return given | {"hidden": hidden, "eps": 1e-6, "silu": silu}
 
 
-def _scale_launch(x: Tensor, gain: Tensor, eps: float) -> Launch:
-    return bottleneck.scale_launch(x, gain, eps, torch.empty_like(x), *(torch.empty(len(x), device=x.device) for _ in range(2)))
+def _scale_launch(x: Tensor, gain: Tensor, eps: float, local: bool) -> Launch:
+    rows = (torch.empty(len(x), device=x.device) for _ in range(2))
+    return bottleneck.scale_launch(x, gain, eps, local, torch.empty_like(x), *rows)
 
 
 def _epilogue_launch(p: Tensor, **rest) -> Launch:
@@ -236,9 +236,13 @@ def _bottleneck(model: str, tokens: int, shard: int, width: int, hidden: int, dt
     name = f"{model}-{tokens}x{width}-{TYPES[dtype]}" + ("" if silu else "-silu=False")
     rows, wide, shape = 4 * tokens, tokens * width * dtype.itemsize, (tokens, width, hidden, silu, dtype)
     aligned, registers = width % 16 == 0 and shard % 16 == 0, 255
-    return [Entry(f"bottleneck.scale/{model}-{tokens}x{shard}-{TYPES[dtype]}" + ("" if silu else "-silu=False"), bottleneck.scale,
-                  bottleneck_reference.scale, partial(_scale_inputs, tokens, shard, dtype), _scale_launch,
-                  (2 * tokens + 1) * shard * dtype.itemsize + 2 * rows, aligned, registers),
+    def scaling(local: bool) -> Entry:
+        label = f"bottleneck.scale/{model}-{tokens}x{shard}-{TYPES[dtype]}" + ("" if local else "-local=False")
+        traffic = (2 * tokens + 1) * shard * dtype.itemsize + (1 + local) * rows
+        return Entry(label, bottleneck.scale, bottleneck_reference.scale, partial(_scale_inputs, tokens, shard, local, dtype),
+                     _scale_launch, traffic, aligned, registers)
+
+    return [scaling(True), scaling(False),
             Entry(f"bottleneck.epilogue/{name}", bottleneck.epilogue, bottleneck_reference.epilogue,
                   partial(bottleneck_inputs, *shape, False), _epilogue_launch, 2 * wide + rows, aligned, registers),
             Entry(f"bottleneck.epilogue_backward/{name}", bottleneck.epilogue_backward, bottleneck_reference.epilogue_backward,

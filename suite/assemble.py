@@ -1,7 +1,7 @@
 """A case and a mesh -> the model on this rank with its wires: the one place where the three axes are put together."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,10 @@ def _wire(name: str, group: Group, ways: Ways, counter: Counter) -> Wire:
     return Wire(name, group, {way: make("comm", getattr(ways, way)) for way in ("forward", "backward")}, counter)
 
 
-def assemble(case: Case, mesh: Mesh, vocab: int) -> Assembled:
-    """vocab: size of the tokenizer's vocabulary. Weights are allocated and drawn from the case's seed."""
-    card = models()[case.model]
+def assemble(case: Case, mesh: Mesh, vocab: int, card: Mapping[str, Any] | None = None) -> Assembled:
+    """vocab: size of the tokenizer's vocabulary; card: the case's model unless given. Weights are allocated and drawn from the
+    case's seed."""
+    card = card or models()[case.model]
     tokens = case.micro * case.data.seq
     counter = Counter()
     tp = _wire("tp", mesh.group("tp"), case.comm.tp, counter)

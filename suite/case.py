@@ -31,12 +31,17 @@ class Recompute(Row):
     recompute: Literal["none", "segment", "layer"] = "none"
 
 
-class Pairwise(Recompute):
+class Overlap(Recompute):
+    overlap: bool = False  # sums of an input's gradient are under way while the weight's is computed, where products are plain
+
+
+class Pairwise(Overlap):
     grouped: bool = True  # maps that share an input share a product
 
 
 class BTP(Pairwise):
     norm: Literal["online", "sync", "local"] = "online"  # local changes the model with tp: for timing only
+    prescale: Literal["auto", "always", "never"] = "auto"  # of online: shards by their own RMS, multiplied back behind the product
 
 
 class LowRank(Row):
@@ -152,7 +157,7 @@ class Taco(Hadamard):
 # axis -> value -> its options. A new value is one entry file and one line here.
 AXES: dict[str, dict[str, type[Row]]] = {
     "factor": {"dense": NoOptions, "svd": LowRank, "cola": CoLA, "lax": LowRank},
-    "layout": {"megatron": Recompute, "megatron-sp": Recompute, "pairwise": Pairwise, "pairwise-heads": Pairwise, "btp": BTP},
+    "layout": {"megatron": Overlap, "megatron-sp": Recompute, "pairwise": Pairwise, "pairwise-heads": Pairwise, "btp": BTP},
     "comm": {"bf16": NoOptions, "fp32": NoOptions, "fp64": NoOptions, "int8": Grouped, "fp8": Grouped, "taco": Taco,
              "int8-hadamard": Hadamard, "int8-tensor": Encoded, "fp8-cast": Encoded, "tahquant": Group},
     "precision": {"bf16": Parameters, "float32": NoOptions, "float64": NoOptions, "fp8": Fp8, "nvfp4": Nvfp4, "mxfp4": Mxfp4,
@@ -263,7 +268,9 @@ class Case(Row):
     """See the module docstring. `measure`: `loss` runs are deterministic and validated, `speed` runs own the machine.
 
     `codec` runs look at what a codec does to a trained model's messages (suite/measure/captured.py), `collective` runs time one
-    collective of [data.batch x data.seq, hidden] and own the machine (suite/measure/collective.py); both need tp > 1.
+    collective of [data.batch x data.seq, hidden] and own the machine (suite/measure/collective.py); both need tp > 1. `ab` runs
+    compare the layout with the same at default options, in turn (suite/measure/interleaved.py); `block` runs time one layer and
+    its pieces (suite/measure/block.py); both own the machine.
     """
 
     model: str
@@ -278,7 +285,7 @@ class Case(Row):
     optim: Optim = Optim()
     steps: int = Field(50, ge=1)
     seed: int = Field(0, ge=0)
-    measure: Literal["loss", "speed", "codec", "collective"] = "loss"
+    measure: Literal["loss", "speed", "codec", "collective", "ab", "block"] = "loss"
     implementation: Literal["triaxis", "transformers"] = "triaxis"
     compile: bool | None = None  # none: where the device is a GPU
     init: str | None = None  # path of a checkpoint to start from (ours or Hugging Face safetensors)
@@ -328,7 +335,11 @@ class Case(Row):
             raise ValueError("layout: norm: local changes the model with tp: only a row with measure: speed may time it")
         if self.measure in ("codec", "collective") and self.mesh.tp == 1:
             raise ValueError(f"measure: {self.measure} needs mesh.tp of at least 2: with one process nothing crosses")
-        if self.implementation == "transformers" and self.measure in ("codec", "collective"):
+        if self.measure == "ab" and not self.layout.off_default("layout"):
+            raise ValueError("measure: ab needs a layout with an option off its default, which it is compared with")
+        if self.measure == "ab" and self.steps < 2:
+            raise ValueError("measure: ab needs steps of at least 2: fewer pairs give no interval")
+        if self.implementation == "transformers" and self.measure in ("codec", "collective", "ab", "block"):
             raise ValueError(f"measure: {self.measure} needs implementation: triaxis")
         if self.implementation == "transformers" and self.mesh.ranks > 1:
             raise ValueError("implementation: transformers runs on one process")

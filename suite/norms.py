@@ -57,9 +57,11 @@ def normalised(x: Tensor, sums: Tensor, width: int, eps: float, gain: Tensor, bi
     return ((x.to(mean.dtype) - mean) * scale * gain.to(mean.dtype) + bias.to(mean.dtype)).to(x.dtype)
 
 
-def scaled(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def scaled(x: Tensor, gain: Tensor, eps: float, local: bool = True) -> tuple[Tensor, Tensor | None]:
     """(x / l · gain, l): a shard [T, n] by its own RMS l [T, 1], a constant in the backward pass, to be multiplied back behind
-    the next product. It keeps partial products in range; the result does not depend on it."""
+    the next product. It keeps partial products in range; the result does not depend on it. Not `local`: (x · gain, None)."""
     x_wide = x.to(wide(x.dtype))
+    if not local:
+        return (x_wide * gain.to(x_wide.dtype)).to(x.dtype), None
     rms = torch.sqrt(x_wide.detach().square().mean(-1, keepdim=True) + eps)
     return (x_wide / rms * gain.to(x_wide.dtype)).to(x.dtype), rms

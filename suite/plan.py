@@ -9,8 +9,8 @@ A case's time is estimated from its row alone, so that the plan is the same befo
 
 N counts the matrices of the model card (head included). On a CPU rate = 40 GFLOP/s a core and fixed = 4 s; a rank has one
 thread, so that it computes on one core, or on a share of one where ranks outnumber cores. On a GPU rate = 150 TFLOP/s, at least
-30 ms a step, fixed = 60 s (compilation, loading); ranks joined by gloo share one GPU. A launch adds the start of its ranks (6 s
-on a CPU, 75 s on GPUs).
+30 ms a step, fixed = 60 s (compilation, loading); ranks joined by gloo share one GPU. A pair of `ab` is six steps, a repeat of
+`block` ten passes over a layer. A launch adds the start of its ranks (6 s on a CPU, 75 s on GPUs).
 """
 
 from __future__ import annotations
@@ -75,12 +75,15 @@ class Launch:
     @property
     def exclusive(self) -> bool:
         """Timed runs own the machine."""
-        return self.case.measure in ("speed", "collective")
+        return self.case.measure in ("speed", "collective", "ab", "block")
 
 
 def seconds(case: Case, cpus: int = 2) -> float:
     """Estimated seconds of a case without the start of its ranks (formula above)."""
     card = models()[case.model]
+    if case.measure == "block":  # one layer, a handful of runs each repeat
+        layer = 6.0 * 12 * card["hidden"] ** 2 * case.micro * case.data.seq
+        return FIXED[case.device] + 10 * (case.steps + 3) * layer / RATE[case.device]
     if case.measure == "collective":
         values = case.data.batch * case.data.seq * card["hidden"]
         return START["cpu"] + values * (case.steps + 3) / TIMED["cpu" if case.link == "gloo" else case.device]
@@ -88,11 +91,12 @@ def seconds(case: Case, cpus: int = 2) -> float:
     attention = hidden * (2 * hidden + 2 * card["kv_heads"] * head)
     vocab = case.data.tokenizer if isinstance(case.data.tokenizer, int) else card["vocab"]
     count = card["layers"] * (attention + (3 if card["gated"] else 2) * hidden * card["ffn"]) + vocab * hidden
-    flops = 6.0 * count * case.steps * case.data.batch * case.data.seq
+    steps = case.steps * (6 if case.measure == "ab" else 1)  # pairs of blocks of three
+    flops = 6.0 * count * steps * case.data.batch * case.data.seq
     workers = min(cpus, case.mesh.ranks) if case.device == "cpu" else case.gpus
     working = 1.3 * flops / (RATE[case.device] * workers)
     if case.device == "cuda":
-        working = max(working, 0.03 * case.steps)
+        working = max(working, 0.03 * steps)
     return FIXED[case.device] + working
 
 

@@ -3,7 +3,7 @@
     loss run     deterministic algorithms, every step's loss kept, validation at the end; may share the machine: not timed
     speed run    `WARMUP` steps (compilation, autotuning), then `steps` timed ones synchronised at both ends only, then
                  separate profiled ones for the share of communication
-    codec, collective    suite/measure/captured.py and suite/measure/collective.py
+    codec, collective, ab, block    suite/measure/captured.py, collective.py, interleaved.py and block.py
 
 A step: gradient accumulation over micro-batches -> gradients settled over ranks -> clipped by the global norm -> AdamW under
 a cosine schedule with warm-up. Weights are kept in the precision's `master` dtype.
@@ -179,9 +179,9 @@ def execute(case: Case, mesh: Mesh, *, progress: Callable[..., None], folder: Pa
     """Every rank of the mesh calls it; rank 0's outcome is the record's. progress(step, steps, loss, tokens_per_second).
     Raises CaseFailed with the reason where the run is no result (NaN loss at a step)."""
     outcome = Outcome()
-    if case.measure in ("codec", "collective"):
+    if case.measure not in ("loss", "speed"):
         with _numerics(case):
-            study(case, mesh, outcome, lambda origin: _trained(origin, mesh, progress))
+            study(case, mesh, outcome, lambda origin: _trained(origin, mesh, progress), lambda variant: Trainer(variant, mesh))
         return outcome
     started = time.perf_counter()
     with _numerics(case) as warned:
@@ -327,7 +327,7 @@ def _loss_run(case: Case, trainer: Trainer, outcome: Outcome, progress: Callable
 def _speed_run(case: Case, trainer: Trainer, outcome: Outcome, progress: Callable[..., None], folder: Path) -> None:
     mesh, device = trainer.mesh, trainer.device
     tokens = case.data.batch * case.data.seq
-    warm = WARMUP[device.type]
+    warm = 1 if case.steps <= 3 else WARMUP[device.type]  # so few steps are of a slow link, where one compiles all
     curve = _Curve(case, mesh, outcome, progress, warm + case.steps, tokens)
     began = time.perf_counter()
     for step in range(warm):

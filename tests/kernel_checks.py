@@ -19,7 +19,7 @@ BF16, FLOAT32 = torch.bfloat16, torch.float32
 NAN, INF = math.nan, math.inf
 SHAPES = [(5, 64, 64), (3, 200, 200), (4, 320, 257), (2, 96, 0), (3, 64, 1), (1, 127, 100)]  # tokens, width, valid
 GATES = [(5, 64), (3, 200), (2, 37), (4, 1), (1, 129)]  # tokens, width
-ROWS = [(3, 64), (5, 100), (1, 1), (2, 333)]  # tokens, width
+ROWS = [(3, 64), (5, 100), (1, 1), (2, 333), (5, 384), (16, 384)]  # tokens, width
 WEIGHTS = [((16, 24), True), ((7, 11), False)]  # shape, clipped
 
 
@@ -144,11 +144,12 @@ def check_bottleneck(device: str, dtype: torch.dtype, tokens: int, width: int) -
 
     given = bottleneck_inputs(tokens, width, 2 * width, True, dtype, True, device, width)
     x, gain = given["p"], given["dh"][0].contiguous()
-    y, square, rms = poisoned((x.shape, dtype), ((tokens,), FLOAT32), ((tokens,), FLOAT32))
-    bottleneck.scale_launch(x, gain, 1e-5, y, square, rms).run()
-    exact = bottleneck_reference.scale(x.double(), gain.double(), 1e-5)
-    for got, want in zip((y, square, rms), exact):
-        near(got, want, want.abs(), got is y)
+    for local in (True, False):
+        y, square, rms = poisoned((x.shape, dtype), ((tokens,), FLOAT32), ((tokens,), FLOAT32))
+        bottleneck.scale_launch(x, gain, 1e-5, local, y, square, rms).run()
+        exact = bottleneck_reference.scale(x.double(), gain.double(), 1e-5, local)
+        for got, want in zip((y, square, rms) if local else (y, square), exact):
+            near(got, want, want.abs(), got is y)
     for silu in (True, False):
         given["silu"] = silu
         forward = {name: value for name, value in given.items() if name != "dh"}

@@ -13,6 +13,7 @@ from suite.case import Case, Optim
 from suite.checkpoint import whole
 from suite.mesh import Mesh
 from suite.optimizer import AdamW
+from suite.workload import models
 
 WIRE = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"}
 VOCAB = 200  # padded to 256: the last rank's columns hold padding
@@ -40,9 +41,10 @@ def case_of(model: str, layout, tp: int, precision: str, comm=None, dp: int = 1,
                 data={"text": "random", "seq": 32, "batch": 4}, **more)
 
 
-def _train(mesh: Mesh, row: dict, steps: int) -> tuple:
+def _train(mesh: Mesh, row: dict, steps: int, layers: int | None = None) -> tuple:
     case = Case(**row)
-    made = assemble(case, mesh, VOCAB)
+    card = models()[case.model]
+    made = assemble(case, mesh, VOCAB, {**card, "layers": layers or card["layers"]})
     model, weights = made.model, made.model.weights
     optimizer = AdamW(weights.leaves.values(), Optim(lr=LR, clip=1.0))
     generator = torch.Generator().manual_seed(1)
@@ -69,26 +71,26 @@ def _train(mesh: Mesh, row: dict, steps: int) -> tuple:
 
 
 @functools.lru_cache
-def _cached(text: str, steps: int) -> list[Trained]:
+def _cached(text: str, steps: int, layers: int | None) -> list[Trained]:
     row = Case.model_validate_json(text)
     if row.mesh.ranks == 1:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        found = [_train(Mesh(), row.row(), steps)]
+        found = [_train(Mesh(), row.row(), steps, layers)]
         torch.set_num_threads(threads)
     else:
-        found = run_ranks(_train, row.mesh.ranks, row.row(), steps, dp=row.mesh.dp)
+        found = run_ranks(_train, row.mesh.ranks, row.row(), steps, layers, dp=row.mesh.dp)
     return [Trained(*parts) for parts in found]
 
 
-def everyone(case: Case, steps: int) -> list[Trained]:
-    """What every rank brings home."""
-    return _cached(case.model_dump_json(), steps)
+def everyone(case: Case, steps: int, layers: int | None = None) -> list[Trained]:
+    """What every rank brings home. layers: of the model, as many as its card says where None."""
+    return _cached(case.model_dump_json(), steps, layers)
 
 
-def train(model: str, layout, tp: int, precision: str, steps: int, **more) -> Trained:
+def train(model: str, layout, tp: int, precision: str, steps: int, layers: int | None = None, **more) -> Trained:
     """Rank 0's."""
-    return everyone(case_of(model, layout, tp, precision, **more), steps)[0]
+    return everyone(case_of(model, layout, tp, precision, **more), steps, layers)[0]
 
 
 def counts(trained: Trained) -> dict[tuple[str, str, str], tuple[int, int]]:

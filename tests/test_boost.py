@@ -1,7 +1,9 @@
 """BOOST: layouts of low-rank maps equal the unsplit model, send what the paper's formulas say, and recompute without sending."""
 import pytest
 import torch
-from parity import case_of, counts, everyone, train
+from parity import case_of, counts
+from parity import everyone as everyone_of
+from parity import train as train_of
 
 from suite.assemble import assemble
 from suite.case import Case
@@ -10,10 +12,19 @@ from suite.record import CaseFailed
 from suite.workload import models
 
 FAMILIES = ["gpt-tiny", "qwen-tiny", "llama-tiny"]
-SYNC, SINGLES = {"name": "btp", "norm": "sync"}, {"name": "btp", "grouped": False}
-STEPS = 3
+SYNC, SINGLES, LETTER = {"name": "btp", "norm": "sync"}, {"name": "btp", "grouped": False}, {"name": "btp", "prescale": "always"}
+OVERLAP = {"name": "btp", "overlap": True}
+STEPS, LAYERS = 3, 2  # one layer below another
 
 pytestmark = pytest.mark.ranks
+
+
+def train(*case, **more):
+    return train_of(*case, layers=LAYERS, **more)
+
+
+def everyone(case: Case, steps: int):
+    return everyone_of(case, steps, LAYERS)
 
 
 def truth(model: str, factor, precision: str = "float64"):
@@ -36,7 +47,7 @@ def test_layouts_equal_one_process(model, layout, tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("layout", [SYNC, SINGLES, {"name": "pairwise", "grouped": False}])
+@pytest.mark.parametrize("layout", [SYNC, SINGLES, LETTER, OVERLAP, {"name": "pairwise", "grouped": False}])
 @pytest.mark.parametrize("model", ["gpt-tiny", "qwen-tiny"])
 def test_norm_modes_and_grouping_equal_one_process(model, layout, tp):
     equal(model, "cola", layout, tp)
@@ -53,6 +64,15 @@ def test_factors_equal_one_process(factor, layout):
 def test_dense_keys_and_values_equal_one_process(layout, tp):
     """tp 4 holds each of two K/V heads twice."""
     equal("qwen-tiny", {"name": "cola", "kv": "dense"}, layout, tp)
+
+
+@pytest.mark.parametrize("model,layout,factor", [("gpt-tiny", "megatron", "dense"), ("qwen-tiny", "megatron", "dense"),
+                                                 ("qwen-tiny", "pairwise", "cola"), ("qwen-tiny", "pairwise-heads", "cola"),
+                                                 ("qwen-tiny", "pairwise-heads", {"name": "cola", "kv": "dense"})])
+def test_overlapped_sums_equal_one_process_and_send_the_same(model, layout, factor):
+    overlapped = {"name": layout, "overlap": True}
+    equal(model, factor, overlapped, 2)
+    assert sent(model, overlapped, 2, factor) == sent(model, layout, 2, factor)
 
 
 def test_pairwise_keeps_olmos_norms():
@@ -85,7 +105,7 @@ def test_latents_cross_layers_where_whole_layers_are_recomputed():
 
 @pytest.mark.parametrize("layout", ["btp", "pairwise", "pairwise-heads"])
 def test_replicated_parameters_stay_bit_equal(layout):
-    ranks = everyone(case_of("gpt-tiny", layout, 4, "float32", factor="cola"), STEPS)
+    ranks = everyone(case_of("gpt-tiny", layout, 4, "float64", factor="cola"), STEPS)
     assert ranks[0].replicated
     assert all(rank.replicated == ranks[0].replicated and rank.losses == ranks[0].losses for rank in ranks)
 
@@ -94,7 +114,7 @@ def formula(model: str, layout: str, tp: int, *, sync: bool = False, grouped: bo
     """(way, op, purpose) -> (calls, elements), DESIGN 7a and boost.md 2.4 written out."""
     card = models()[model]
     case = case_of(model, "megatron", tp, "float32")
-    tokens, n, d, f = case.data.batch * case.data.seq, card["layers"], card["hidden"], card["ffn"]
+    tokens, n, d, f = case.data.batch * case.data.seq, LAYERS, card["hidden"], card["ffn"]
     r, g, kv = d // 4, 2 if card["gated"] else 1, card["kv_heads"] * d // card["heads"]
     found = {("forward", "max", "loss"): (1, tokens), ("forward", "all_reduce", "loss"): (1, 2 * tokens)}
 
@@ -161,6 +181,7 @@ def test_counts_of_norm_modes_grouping_and_dense_keys():
     for model in ("gpt-tiny", "qwen-tiny"):
         assert sent(model, SYNC, 2) == formula(model, "btp", 2, sync=True)
         assert sent(model, SINGLES, 2) == formula(model, "btp", 2, grouped=False)
+        assert sent(model, OVERLAP, 2) == formula(model, "btp", 2)
     for tp in (2, 4):
         assert sent("qwen-tiny", "btp", tp, {"name": "cola", "kv": "dense"}) == formula("qwen-tiny", "btp", tp, dense=True)
 
@@ -219,10 +240,28 @@ def test_the_statistic_stays_exact_under_a_codec(codec):
     trained = train("llama-tiny", "btp", 2, "float32", 3, comm=codec, factor="cola")
     rows = [row for row in trained.traffic if row.purpose == "statistic"]
     assert {(row.codec, row.dtype) for row in rows} == {("exact", "float32")}
-    assert sum(row.elements for row in rows) == 2 * 4 * 4 * 32  # norms, layers, tokens
+    assert sum(row.elements for row in rows) == 2 * LAYERS * 4 * 32  # norms, layers, tokens
     exact = train("llama-tiny", "btp", 2, "float32", 3, factor="cola")
     assert max(abs(a - b) for a, b in zip(trained.losses, exact.losses)) < 2e-2
     assert trained.losses != exact.losses
+
+
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4", {"name": "tetrajet", "out": 0.1, "out_start": 1, "out_steps": 1, "osci": 0}],
+                         ids=["fp8", "nvfp4", "tetrajet"])
+def test_all_three_axes_at_once(precision):
+    """Quantised products of a low-rank model under BTP, compressed at the bottleneck: it learns what full precision learns, the
+    shards are scaled before they are quantised, and ranks stay alike."""
+    ranks = everyone(case_of("llama-tiny", "btp", 2, precision, "taco", factor="cola"), STEPS)
+    exact = truth("llama-tiny", "cola", "float32")
+    assert max(abs(a - b) for a, b in zip(ranks[0].losses, exact.losses)) < 0.03
+    assert ranks[0].losses != exact.losses and ranks[0].losses == ranks[1].losses and ranks[0].replicated == ranks[1].replicated
+    statistic = [row for row in ranks[0].traffic if row.purpose == "statistic"]
+    assert {(row.codec, row.dtype) for row in statistic} == {("exact", "float32")}
+    assert {row.codec for row in ranks[0].traffic if row.purpose == "activations"} == {"taco"}
+    assert all(g.isfinite().all() and g.norm() > 0 for name, g in ranks[0].first.items() if name.endswith((".a", ".b")))
+    prescaled = [assemble(Case(model="llama-tiny", layout="btp", factor="cola", precision=one), Mesh(), 256).model.layout.prescale
+                 for one in (precision, "bf16")]
+    assert prescaled == [True, False]
 
 
 @pytest.mark.parametrize("layout", ["btp", "pairwise", "pairwise-heads"])

@@ -9,6 +9,7 @@ from suite.comm import meet as meeting
 from suite.measure import flops
 from suite.model import Decoder, members
 from suite.precision.bf16 import build as bf16
+from suite.report import layouts
 from suite.seams import load
 from suite.workload import models
 
@@ -44,12 +45,12 @@ def written_down(wire: Meta, monkeypatch):
         yield
 
 
-def block_payload(size: str, layout: str, monkeypatch) -> dict[str, float]:
+def block_payload(name: str, layout: str, monkeypatch, **options) -> dict[str, float]:
     """MiB that one block sends forward and backward for 16,384 tokens in bf16."""
-    card, wire = {**models()[f"llama-{size}"], "layers": 1}, Meta()
-    factor = load("factor", "dense" if layout == "megatron" else "cola")(card=card)
+    card, wire = {**models()[name], "layers": 1}, Meta()
+    factor = load("factor", "dense" if layout == "megatron" else "cola")(card=card, **options)
     made = load("layout", layout)(card=card, factor=factor, precision=bf16(), tp=wire)
-    model = Decoder(card, made, vocab=256, seq=4096, device=torch.device("meta"))
+    model = Decoder(card, made, vocab=256, seq=2048, device=torch.device("meta"))
     width = card["hidden"] // (wire.size if layout == "btp" else 1)
     x = torch.empty(16384, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
     with written_down(wire, monkeypatch):
@@ -61,7 +62,7 @@ def block_payload(size: str, layout: str, monkeypatch) -> dict[str, float]:
 @pytest.mark.parametrize("layout", list(FORWARD))
 def test_payload_of_a_block(layout, monkeypatch):
     for n, size in enumerate(SIZES):
-        found = block_payload(size, layout, monkeypatch)
+        found = block_payload(f"llama-{size}", layout, monkeypatch)
         assert found["forward"] == pytest.approx(FORWARD[layout][n], abs=0.5), size
         assert found["backward"] == pytest.approx(BACKWARD.get(layout, FORWARD[layout])[n], abs=0.5), size
 
@@ -77,3 +78,28 @@ def test_parameters_and_flops(n):
         assert count / 1e9 == pytest.approx(PARAMETERS[factor][n], abs=0.005 if n < 4 else 0.05), factor
         per_token[factor] = flops.model_flops_per_token(card, 4096, factor=made)
     assert per_token["dense"] / per_token["cola"] == pytest.approx(RATIO[n], abs=0.006)
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "qwen2.5-7b", "gpt-6.7b"])
+def test_the_table_of_layouts_is_what_the_code_does(name, monkeypatch):
+    """Grouped queries and GPT too: payloads of a block, parameters and FLOPs of the model."""
+    row, card = next(row for row in layouts.rows() if row["model"] == name), models()[name]
+    for layout in ("megatron", "pairwise", "btp"):
+        found = block_payload(name, layout, monkeypatch)
+        assert found["forward"] == row[f"payload_{layout}"], layout
+        assert found["backward"] == row.get(f"payload_{layout}_backward", row[f"payload_{layout}"]), layout
+    dense = block_payload(name, "btp", monkeypatch, kv="dense")
+    assert dense["forward"] == dense["backward"] == row["payload_btp_dense_kv"]
+    counts = {}
+    for factor in ("dense", "cola"):
+        made = load("factor", factor)(card=card)
+        found = members({**card, "vocab": 0}, card["vocab"], made, lambda *_: SimpleNamespace())
+        padding = -card["vocab"] % 128 * card["hidden"] * (1 if card["tied"] else 2)
+        counts[factor] = sum(torch.Size(m.shape).numel() for m in found) - padding
+    assert counts == {"dense": row["parameters_full"], "cola": row["parameters_low_rank"]}
+    seq = min(4096, card.get("positions", 4096))
+    full, low = (flops.model_flops_per_token(card, seq, factor=load("factor", one)(card=card)) for one in ("dense", "cola"))
+    assert row["flop_ratio"] == full / low
+    at = block_payload(name, "btp", monkeypatch, rank=int(row["break_even_rank"]))["forward"]
+    above = block_payload(name, "btp", monkeypatch, rank=int(row["break_even_rank"]) + 1)["forward"]
+    assert at <= row["payload_megatron"] < above

@@ -28,6 +28,11 @@ def test_the_cost_model_by_hand():
     low = {**plain, "factor": "cola", "layout": "btp"}
     assert costmodel.elements(models()["llama-7b"], "btp") == 2 * 32 * 7 * 1024 + 2 * 4096  # 7 T r a block and direction
     assert costmodel.throughput(card, 2, 2048, 2, link_gb=303.0, tflops=400.0, **low) > 4096 / seconds
+    llama, vanilla = models()["llama-7b"], {"factor": "cola", "layout": "pairwise", "codec": "bf16", "precision": "bf16"}
+    wide, thin = (costmodel.throughput(llama, 2, 4096, 4, link_gb=1e9, tflops=400.0, **{**vanilla, "layout": layout})
+                  for layout in ("pairwise", "btp"))
+    more = 16384 / wide - 16384 / thin  # nothing to send in no time: a second core attention alone
+    assert more == pytest.approx(16384 * 6 * 32 * 4096 * 4096 / (2 * 400e12), rel=1e-4)
     for change, words in (({"precision": "nvfp4"}, "no rate known for nvfp4"), ({"layout": "other"}, "layout other"),
                           ({"codec": "other"}, "codec other"), ({"factor": "other"}, "factor other")):
         assert words in costmodel.throughput(card, 2, 2048, 2, link_gb=1.0, tflops=1.0, **{**plain, **change})

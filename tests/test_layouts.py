@@ -1,16 +1,26 @@
 """Layouts never change the function: TP 2 and 4 against one process, per tensor (DESIGN 4), and what crosses is counted."""
 import pytest
-from parity import VOCAB, case_of, counts, everyone, train
+from parity import VOCAB, case_of, counts
+from parity import everyone as everyone_of
+from parity import train as train_of
 
 from suite.model import padded
 from suite.workload import models
 
 FAMILIES = ["gpt-tiny", "qwen-tiny", "llama-tiny", "olmo2-tiny"]
 LAYOUTS = ["megatron", "megatron-sp"]
-STEPS = 20
+STEPS, LAYERS = 20, 2  # one layer below another
 SEGMENT = {"megatron": {"name": "megatron", "recompute": "segment"}, "megatron-sp": {"name": "megatron-sp", "recompute": "segment"}}
 
 pytestmark = pytest.mark.ranks
+
+
+def train(*case, **more):
+    return train_of(*case, layers=LAYERS, **more)
+
+
+def everyone(case, steps):
+    return everyone_of(case, steps, LAYERS)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -72,7 +82,7 @@ def expected(model: str, layout: str, tp: int) -> dict[tuple[str, str, str], tup
     card = models()[model]
     case = case_of(model, layout, tp, "float32")
     tokens = case.data.batch * case.data.seq
-    layers, whole = card["layers"], tokens * card["hidden"]
+    layers, whole = LAYERS, tokens * card["hidden"]
     ends = 2 * layers + 1
     found = {("forward", "max", "loss"): (1, tokens), ("forward", "all_reduce", "loss"): (1, 2 * tokens)}
     if layout == "megatron":

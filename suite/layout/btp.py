@@ -16,11 +16,16 @@ calls each, and the statistics. Dense K and V are row-parallel and meet at their
 
 `norm: online`   the statistic crosses with the product; what follows is replicated, so that its gradient is whole on every rank
                  and needs no message. l is absent from the result: a constant in the backward pass. Calls 6 + 4.
+`prescale`       whether l is divided and multiplied back at all. `always` is Algorithm 1 to the letter; `auto`: only where products
+                 run in numbers with a scale or a range to keep (quantised ones). Rounding of plain floats does not see l, so
+                 there P = (x · γ) A loses nothing and saves a pass over P each way.
 `norm: sync`     the statistic crosses before the product, and its gradient after it: calls 6 + 6.
 `norm: local`    each shard by its own statistic: another model for each p, to be timed only.
 LayerNorm        y = (Σ P - μ c) / σ + b with c = Σ γ A, b = Σ β A, reduced once a norm beside the statistics (2 k r elements).
                  Each rank's mean and centred squares become sums in float64, whose combination there is Chan's without
                  cancellation: statistics of 2 columns. The product itself carries the mean in its own dtype.
+`overlap: true`  the all-reduce of dh is under way while B's gradient is computed (suite/layout/overlap.py), where products are
+                 plain ones and the maps of a message are one batch.
 `grouped: false` every map has a product and a message of its own: 7 + statistics instead of 4.
 
     x, norms (D), biases     this rank's part         a [r, d_in] columns         b [d_out, r] rows: heads, feed-forward, hidden
@@ -46,17 +51,19 @@ from torch import Tensor
 
 from suite.comm.meet import meet
 from suite.comm.wire import Wire
-from suite.layout.epilogue import epilogue, scale
+from suite.layout.epilogue import epilogue, passes, scale
 from suite.layout.lowrank import OUT, LowRankLayout
 from suite.layout.megatron import norm_of
+from suite.layout.overlap import entered
 from suite.norms import moments, normalised, scaled, statistics, wide
 from suite.seams import Precision, Spec
 
 
 class BTP(LowRankLayout):
-    def __init__(self, *, norm: str = "online", **rest: Any):
+    def __init__(self, *, norm: str = "online", prescale: str = "auto", **rest: Any):
         super().__init__(**rest)
         self.norm = norm
+        self.prescale = not getattr(self.precision, "scale_free", False) if prescale == "auto" else prescale == "always"
 
     def refuse(self, tokens: int) -> str | None:
         if self.card["place"] != "pre" or self.card["qk_norm"]:
@@ -86,6 +93,38 @@ class BTP(LowRankLayout):
     @property
     def sync(self) -> bool:
         return self.norm == "sync" and self.tp.size > 1
+
+    def entered(self, h: Tensor, p: Mapping[str, Tensor], layer: int, noise: Tensor, sub: str, names: tuple[str, ...],
+                whole: bool = False) -> list[Tensor]:
+        """As `maps_of` of a latent that is equal on all ranks, and so is its gradient."""
+        site = layer, f"{sub}.{'+'.join(names)}.b"
+        if self.overlap and (len(names) == 1 or names in self.ups(sub)):
+            leaf, _ = self.place(sub, names, "b")
+            y = entered(h, p[leaf].to(self.precision.compute), len(names), self.tp, site)
+            return [y] if whole else list(y.chunk(len(names), dim=-1))
+        h, _ = meet(self.tp, h, forward="none", backward="all_reduce", site=site)
+        return self.maps_of(h, p, layer, noise, sub, names, whole)
+
+    def norm_alone(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """`sync`: the statistic's message and the norm. `online`: the pass before the product, the statistic's message, and
+        the division behind the product as a pass of its own, over as many columns as q, k and v have there."""
+        if self.norm != "online" or self.tp.size == 1 or self.card["norm"] != "rmsnorm":
+            edge = Statistic(self, p, 0, "attention")
+            return edge.after(*edge.meet(*edge.before(x)))[0] if self.tp.size > 1 else norm_of(self.card, p, "attention.norm", x)
+        y, square, _ = scale(x, p["attention.norm.weight"], self.card["eps"], self.prescale)
+        square, _ = meet(self.tp, square, forward="all_reduce", backward="none", site=(0, "attention.norm"), purpose="statistic")
+        return epilogue(y.new_empty(len(y), self.latents), square, self.card["hidden"], self.card["eps"], False)
+
+    @property
+    def latents(self) -> int:
+        """Columns of what meets in front of attention."""
+        return sum(self.factor.width if self.factored("attention", name) else self.linear["attention"][name][1]
+                   for name in self.into("attention"))
+
+    def passes(self, tokens: int, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
+        """The passes around attention's bottleneck at this rank's shapes: name -> (run, bytes read and written)."""
+        return passes(tokens, self.card["hidden"] // self.tp.size, self.latents, self.card["hidden"], self.card["eps"],
+                      getattr(self.factor, "silu", False), self.prescale, self.precision.compute, device)
 
     def embed(self, p: Mapping[str, Tensor], ids: Tensor) -> Tensor:
         """ids [B, S] -> this rank's columns of the residual stream [T, D/p]."""
@@ -162,14 +201,14 @@ class Into:
                 x = norm_of(card, self.p, at, x)
             return tuple(self._down(x.to(layout.precision.compute), piece) for piece in self.pieces), None
         if bias is None:
-            x, exact, rms = scale(x, gain, card["eps"])
+            x, exact, rms = scale(x, gain, card["eps"], layout.prescale)
         else:
             exact = statistics(x, card["norm"])
-            x, rms = scaled(x, gain, card["eps"])
+            x, rms = scaled(x, gain, card["eps"], layout.prescale)
         ys = [self._down(x.to(layout.precision.compute), piece) for piece in self.pieces]
         if bias is not None:
             exact = torch.cat([exact.flatten(), *self._shifts(gain, bias)])
-        return tuple((y.to(rms.dtype) * rms).to(y.dtype) for y in ys), exact
+        return tuple(ys if rms is None else ((y.to(rms.dtype) * rms).to(y.dtype) for y in ys)), exact
 
     def meet(self, ys, exact):
         met, total = [], None
@@ -223,9 +262,8 @@ class Into:
         found: dict[str, Tensor] = {}
         if low:
             h = latent if silu else layout.latent(latent, self.p, sub, low)
-            h, _ = meet(layout.tp, h, forward="none", backward="all_reduce", site=(self.layer, f"{sub}.{'+'.join(low)}.b"))
             whole = sub == "ffn" and not self.layout.card["bias"]["ffn"]
-            ys = layout.maps_of(h, self.p, self.layer, self.noise, sub, low, whole)
+            ys = layout.entered(h, self.p, self.layer, self.noise, sub, low, whole)
             found.update(zip(low, ys) if len(ys) == len(low) else [("+".join(low), ys[0])])
         if dense.shape[-1]:
             names = [name for name in piece if name not in low]
@@ -253,11 +291,11 @@ class Out:
     def after(self, ys, exact):
         layout = self.layout
         h = layout.latent(ys[0], self.p, self.sub, (self.name,))
-        h, _ = meet(layout.tp, h, forward="none", backward="all_reduce", site=(self.layer, f"{self.sub}.{self.name}.b"))
-        (y,) = layout.maps_of(h, self.p, self.layer, self.noise, self.sub, (self.name,))
+        (y,) = layout.entered(h, self.p, self.layer, self.noise, self.sub, (self.name,))
         return (layout.biased(y, self.p, self.sub, self.name),)
 
 
-def build(recompute: str = "none", grouped: bool = True, norm: str = "online", *, card: Mapping[str, Any], factor: Any,
-          precision: Precision, tp: Wire) -> BTP:
-    return BTP(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, grouped=grouped, norm=norm)
+def build(recompute: str = "none", grouped: bool = True, norm: str = "online", prescale: str = "auto", overlap: bool = False, *,
+          card: Mapping[str, Any], factor: Any, precision: Precision, tp: Wire) -> BTP:
+    return BTP(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, overlap=overlap, grouped=grouped,
+               norm=norm, prescale=prescale)

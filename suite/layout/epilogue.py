@@ -2,9 +2,12 @@
 reference elsewhere and in float64. Opaque to torch.compile, so that both run as they were tested.
 
     scale      (x / l · gain, s, l)     dx = dy · gain / l + 2 x ds      dgain = Σ_T dy x / l        l is a constant (btp.py)
+               (x · gain, s), not local: the same with l = 1
     epilogue   f(p / RMS)               of dh: dp and ds (kernels/bottleneck.py); both dh and what follows are replicated
 """
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, library
@@ -22,25 +25,26 @@ def _chosen(x: Tensor):
 
 
 @library.custom_op("triaxis::bottleneck_scale", mutates_args=())
-def _scale(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return _chosen(x).scale(x.contiguous(), gain, eps)
+def _scale(x: Tensor, gain: Tensor, eps: float, local: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return _chosen(x).scale(x.contiguous(), gain, eps, local)
 
 
 @_scale.register_fake
-def _(x, gain, eps):
+def _(x, gain, eps, local):
     row = x.new_empty(len(x), dtype=wide(x.dtype))
-    return x.new_empty(x.shape), row, torch.empty_like(row)
+    return x.new_empty(x.shape), row, row.new_empty(len(x) if local else 0)
 
 
 def _keep_scale(ctx, inputs, output):
-    ctx.save_for_backward(inputs[0], inputs[1], output[2])
+    ctx.save_for_backward(inputs[0], inputs[1], output[2] if inputs[3] else None)
 
 
 def _scale_gradients(ctx, dy, ds, dl):
     x, gain, rms = ctx.saved_tensors
-    value, dy = x.to(rms.dtype), dy.to(rms.dtype)
-    dx = dy * gain.to(rms.dtype) / rms[:, None] + 2.0 * value * ds[:, None]
-    return dx.to(x.dtype), (dy * value / rms[:, None]).sum(0).to(gain.dtype), None
+    value, dy = x.to(ds.dtype), dy.to(ds.dtype)
+    dy = dy if rms is None else dy / rms[:, None]
+    dx = dy * gain.to(ds.dtype) + 2.0 * value * ds[:, None]
+    return dx.to(x.dtype), (dy * value).sum(0).to(gain.dtype), None, None
 
 
 _scale.register_autograd(_scale_gradients, setup_context=_keep_scale)
@@ -78,12 +82,29 @@ def _epilogue_gradients(ctx, dh):
 _epilogue.register_autograd(_epilogue_gradients, setup_context=_keep_epilogue)
 
 
-def scale(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, n], gain [n] -> (x / l · gain [T, n], Σ x² [T, 1], l [T, 1]), the last two float32 or wider; l has no gradient."""
-    y, square, rms = _scale(x, gain, eps)
-    return y, square[:, None], rms.detach()[:, None]
+def scale(x: Tensor, gain: Tensor, eps: float, local: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x [T, n], gain [n] -> (x / l · gain [T, n], Σ x² [T, 1], l [T, 1]), the last two float32 or wider; l has no gradient.
+    Not `local`: (x · gain, Σ x², None)."""
+    y, square, rms = _scale(x, gain, eps, local)
+    return y, square[:, None], rms.detach()[:, None] if local else None
 
 
 def epilogue(p: Tensor, square: Tensor, hidden: int, eps: float, silu: bool) -> Tensor:
     """p [T, m] and square [T, 1], both summed over ranks -> f(p / sqrt(square / hidden + eps)) [T, m]."""
     return _epilogue(p, square[:, 0].contiguous(), hidden, eps, silu)
+
+
+def passes(tokens: int, shard: int, width: int, hidden: int, eps: float, silu: bool, local: bool, dtype: torch.dtype,
+           device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
+    """Each pass on [tokens, shard] or [tokens, width] normal values, as the operations above run it: name -> (run, bytes that it
+    reads and writes)."""
+    draw = torch.Generator(device=device).manual_seed(0)
+    x, p, dh = (torch.randn(tokens, n, generator=draw, device=device).to(dtype) for n in (shard, width, width))
+    gain, square = torch.ones(shard, dtype=dtype, device=device), torch.full((tokens,), float(hidden), device=device)
+    square = square.to(wide(dtype))
+    kernels, row = _chosen(x), square.nbytes
+    return {
+        "scale": (lambda: kernels.scale(x, gain, eps, local), 2 * x.nbytes + gain.nbytes + (1 + local) * row),
+        "epilogue": (lambda: kernels.epilogue(p, square, hidden, eps, silu), 2 * p.nbytes + row),
+        "epilogue_backward": (lambda: kernels.epilogue_backward(p, square, dh, hidden, eps, silu), 3 * p.nbytes + 2 * row),
+    }

@@ -28,8 +28,8 @@ class LowRankLayout(Megatron):
     stacks_dense = True  # whether dense K and V meet where first factors do, and so may share their product
 
     def __init__(self, *, card: Mapping[str, Any], factor: Any, precision: Precision, tp: Wire, recompute: str = "none",
-                 grouped: bool = True):
-        super().__init__(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute)
+                 overlap: bool = False, grouped: bool = True):
+        super().__init__(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, overlap=overlap)
         self.grouped = grouped and getattr(precision, "stack", True)
         self.linear = maps(card)
 

@@ -18,7 +18,8 @@ cross-entropy T (max) + 2T (sums) in float32. OLMo-2's RMSNorm over all heads of
     norms, positions, biases of o, down replicated, with equal gradients
 
 Q, K, V share one product, gate and up another. `recompute: segment` keeps what ranks exchanged and recomputes what lies
-between two meets, which holds no forward collective.
+between two meets, which holds no forward collective. `overlap: true`: the all-reduce of dn is under way while the gradient of the
+product's weight is computed, as Megatron-LM has it (suite/layout/overlap.py).
 """
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from suite.comm.meet import meet
 from suite.comm.wire import Wire
+from suite.layout.overlap import entered
 from suite.loss import linear_cross_entropy
 from suite.model import maps
 from suite.norms import layer_norm, rms_norm, wide
@@ -49,8 +51,10 @@ class Megatron:
     recompute_ends = False  # norms and biases alone lie there
     partial = False  # gradients of replicated tensors are whole on every rank
 
-    def __init__(self, *, card: Mapping[str, Any], factor: Any, precision: Precision, tp: Wire, recompute: str = "none"):
+    def __init__(self, *, card: Mapping[str, Any], factor: Any, precision: Precision, tp: Wire, recompute: str = "none",
+                 overlap: bool = False):
         self.card, self.factor, self.precision, self.tp, self.recompute = card, factor, precision, tp, recompute
+        self.overlap = overlap and hasattr(precision, "batch") and tp.size > 1
         self.head_size = card["hidden"] // card["heads"]
         self.kv_parts = min(card["kv_heads"], tp.size)
         local = {"q": card["heads"] // tp.size, "k": card["kv_heads"] // self.kv_parts, "v": card["kv_heads"] // self.kv_parts}
@@ -87,6 +91,7 @@ class Megatron:
         """Leaves that hold several members: `...attention.q+k+v.weight`, `...ffn.gate+up.weight`. A precision whose numbers
         depend on what shares a product says `stack = False`."""
         found: dict[str, list[str]] = {}
+        self._places()
         if not getattr(self.precision, "stack", True) or any(name.endswith(".a") for name in names):
             return found
         for name in names:
@@ -109,6 +114,15 @@ class Megatron:
         """The feed-forward sublayer's chain."""
         into = ("gate", "up") if self.card["gated"] else ("up",)
         return [self.enter(p, layer, noise, "ffn", into), core, self.leave(p, layer, noise, "ffn", "down")]
+
+    def _places(self) -> None:
+        """Finds all products before a block is compiled, which may change nothing outside itself."""
+        for sub, linear in maps(self.card).items():
+            for name in linear:
+                self.product(sub, (name,))
+        self.product("attention", ("q", "k", "v"))
+        if self.card["gated"]:
+            self.product("ffn", ("gate", "up"))
 
     def product(self, sub: str, names: Sequence[str]) -> Product:
         """Where the operands of a product lie; made once, for it is the same in every layer."""
@@ -144,6 +158,10 @@ class Megatron:
 
     def leave(self, p: Mapping[str, Tensor], layer: int, noise: Tensor, sub: str, name: str) -> Leave:
         return Leave(self, p, layer, noise, sub, name)
+
+    def norm_alone(self, p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """One norm of a layer by itself, of the residual stream as it lies here: what suite.measure.block times."""
+        return norm_of(self.card, p, "attention.norm", x)
 
     def embed(self, p: Mapping[str, Tensor], ids: Tensor) -> Tensor:
         """ids [B, S] -> residual stream. Each rank looks up its rows of the vocabulary; the sum over ranks is the embedding."""
@@ -224,9 +242,16 @@ class Enter:
         return (x.to(self.layout.precision.compute),), None
 
     def meet(self, ys, exact):
+        if self.hidden:
+            return ys, exact
         forward, backward = self.layout.enter_ops
         y, exact = meet(self.layout.tp, ys[0], forward=forward, backward=backward, exact=exact, site=self.site)
         return (y,), exact
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the input's gradient is summed behind the product that makes the weight's (suite/layout/overlap.py)."""
+        return self.layout.overlap and f"{self.sub}.{'+'.join(self.names)}.weight" in self.p
 
     def after(self, ys, exact):
         if f"{self.sub}.{'+'.join(self.names)}.weight" not in self.p:
@@ -237,7 +262,11 @@ class Enter:
         return y.split([self.layout.widths[n] for n in self.names], dim=-1)
 
     def _maps(self, x: Tensor, names: Sequence[str]) -> Tensor:
-        y = self.layout.multiply(x, self.p, self.layer, self.noise, self.sub, names)
+        if self.hidden:
+            leaf = self.p[f"{self.sub}.{'+'.join(names)}.weight"]
+            y = entered(x, leaf.to(self.layout.precision.compute), 1, self.layout.tp, self.site)
+        else:
+            y = self.layout.multiply(x, self.p, self.layer, self.noise, self.sub, names)
         bias = f"{self.sub}.{'+'.join(names)}.bias"
         return y + self.p[bias].to(y.dtype) if bias in self.p else y
 
@@ -299,7 +328,8 @@ class HeadsNorm:
         return q, rms_norm(k, self.p["attention.k_norm.weight"], card["eps"], squares[1]), v
 
 
-def build(recompute: str = "none", *, card: Mapping[str, Any], factor: Any, precision: Precision, tp: Wire) -> Megatron:
-    return Megatron(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute)
+def build(recompute: str = "none", overlap: bool = False, *, card: Mapping[str, Any], factor: Any, precision: Precision,
+          tp: Wire) -> Megatron:
+    return Megatron(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, overlap=overlap)
 
 

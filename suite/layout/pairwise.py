@@ -11,7 +11,8 @@ attention of all heads runs on each of them, as in the authors' release (`pairwi
     x = x + Σ f(z A_o) B_o + b_o             the same again         forward: all-reduce of [T, D]
 
 Elements a block (boost.md 2.4): forward T(3 D + 2 K/V + g F), backward 3 T D + T F with grouped A, each map's own with
-`grouped: false`; g = 2 where the feed-forward layer is gated. The ends are `megatron`'s.
+`grouped: false`; g = 2 where the feed-forward layer is gated. The second factors are never one batch, whose sums would lie apart.
+The ends are `megatron`'s.
 
     a [r, d_in] rows        b [d_out, r] columns        norms, biases, positions replicated, with equal gradients
     dense K and V (`kv: dense`): replicated, computed on every rank from n, for no rank has a part of what meets
@@ -29,6 +30,7 @@ from suite.comm.meet import meet
 from suite.comm.wire import Wire
 from suite.layout.lowrank import OUT, LowRankLayout
 from suite.layout.megatron import norm_of
+from suite.layout.overlap import entered
 from suite.norms import rms_norm
 from suite.seams import Op, Precision, Spec
 
@@ -61,6 +63,10 @@ class Pairwise(LowRankLayout):
         for names, how in ((self.into(sub), ops), ((OUT[sub],), self.leave_ops)):
             found += [Narrow(self, p, layer, noise, sub, names), _same, Widen(self, p, layer, noise, sub, names, how), core]
         return found[:-1]
+
+    def ups(self, sub: str) -> list[tuple[str, ...]]:
+        """Each map's sums are a message of their own: a product of its own leaves them in one piece, with nothing to copy."""
+        return [(name,) for name in self.into(sub) if self.factored(sub, name)]
 
     def pieces(self, sub: str, names: Sequence[str]) -> list[tuple[str, ...]]:
         return [tuple(names)] if tuple(names) == (OUT[sub],) else self.downs(sub)
@@ -102,6 +108,10 @@ class Narrow:
         self.layout, self.p, self.layer, self.noise, self.sub, self.names = layout, p, layer, noise, sub, tuple(names)
         self.out = self.names == (OUT[sub],)
         self.dense = any(not layout.factored(sub, name) for name in self.names)
+        self.site = layer, f"{sub}.{'+'.join(self.names)}.a"
+        self.ops = layout.core_ops if self.out and sub == "attention" else layout.enter_ops
+        # the input's gradient is summed behind the products that make the weights' (suite/layout/overlap.py)
+        self.hidden = layout.overlap and self.ops == ("none", "all_reduce") and not self.dense
 
     def before(self, x: Tensor):
         if not self.out and self.layout.card["place"] == "pre":
@@ -111,8 +121,9 @@ class Narrow:
 
     def meet(self, ys, exact):
         layout, ends = self.layout, len(self.layout.pieces(self.sub, self.names))
-        forward, backward = layout.core_ops if self.out and self.sub == "attention" else layout.enter_ops
-        site = self.layer, f"{self.sub}.{'+'.join(self.names)}.a"
+        if self.hidden:
+            return ys * ends, exact
+        (forward, backward), site = self.ops, self.site
         # ungrouped, each first factor's part of the input's gradient is a message of its own
         met = [meet(layout.tp, ys[0], forward=forward, backward=backward, dim=-1, site=site)[0] for _ in range(ends)]
         return (*met, *ys[1:]), exact
@@ -121,7 +132,11 @@ class Narrow:
         layout, found = self.layout, []
         pieces = layout.pieces(self.sub, self.names)
         for x, piece in zip(ys, pieces):
-            y = layout.down(x, self.p, self.layer, self.noise, self.sub, piece)
+            if self.hidden:
+                leaf = self.p[layout.place(self.sub, piece, "a")[0]]
+                y = entered(x, leaf.to(layout.precision.compute), 1, layout.tp, self.site)
+            else:
+                y = layout.down(x, self.p, self.layer, self.noise, self.sub, piece)
             found.append(layout.latent(y, self.p, self.sub, piece))
         rest = ys[len(pieces):]
         return [*found, *rest] if layout.whole_heads or not self.dense else [*found, ys[0]]
@@ -166,6 +181,6 @@ class Widen:
         return ys
 
 
-def build(recompute: str = "none", grouped: bool = True, *, card: Mapping[str, Any], factor: Any, precision: Precision,
-          tp: Wire) -> Pairwise:
-    return Pairwise(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, grouped=grouped)
+def build(recompute: str = "none", grouped: bool = True, overlap: bool = False, *, card: Mapping[str, Any], factor: Any,
+          precision: Precision, tp: Wire) -> Pairwise:
+    return Pairwise(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, overlap=overlap, grouped=grouped)

@@ -49,6 +49,7 @@ class PairwiseHeads(Pairwise):
         return y.narrow(-1, self.tp.index * self.kv_parts // self.tp.size * self.head_size, self.head_size)
 
 
-def build(recompute: str = "none", grouped: bool = True, *, card: Mapping[str, Any], factor: Any, precision: Precision,
-          tp: Wire) -> PairwiseHeads:
-    return PairwiseHeads(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, grouped=grouped)
+def build(recompute: str = "none", grouped: bool = True, overlap: bool = False, *, card: Mapping[str, Any], factor: Any,
+          precision: Precision, tp: Wire) -> PairwiseHeads:
+    return PairwiseHeads(card=card, factor=factor, precision=precision, tp=tp, recompute=recompute, overlap=overlap,
+                         grouped=grouped)

@@ -22,11 +22,30 @@ def _rows(w: Tensor, k: int) -> Tensor:
     return w.unflatten(0, (k, len(w) // k))
 
 
-@library.custom_op("triaxis::batch", mutates_args=())
-def _forward(h: Tensor, w: Tensor, k: int) -> Tensor:
+def product(h: Tensor, w: Tensor, k: int) -> Tensor:
+    """y, without a gradient."""
     y = h.new_empty(len(h), len(w))
     torch.bmm(_columns(h, k), _rows(w, k).transpose(1, 2), out=_columns(y, k))
     return y
+
+
+def of_input(dy: Tensor, h: Tensor, w: Tensor, k: int) -> Tensor:
+    """dh, contiguous."""
+    dh = h.new_empty(h.shape)
+    torch.bmm(_columns(dy, k), _rows(w, k), out=_columns(dh, k))
+    return dh
+
+
+def of_weight(dy: Tensor, h: Tensor, w: Tensor, k: int) -> Tensor:
+    """dw."""
+    dw = torch.empty_like(w)
+    torch.bmm(_columns(dy, k).transpose(1, 2), _columns(h, k), out=_rows(dw, k))
+    return dw
+
+
+@library.custom_op("triaxis::batch", mutates_args=())
+def _forward(h: Tensor, w: Tensor, k: int) -> Tensor:
+    return product(h, w, k)
 
 
 @_forward.register_fake
@@ -36,10 +55,7 @@ def _(h, w, k):
 
 @library.custom_op("triaxis::batch_backward", mutates_args=())
 def _backward(dy: Tensor, h: Tensor, w: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    dh, dw = h.new_empty(h.shape), torch.empty_like(w)
-    torch.bmm(_columns(dy, k), _rows(w, k), out=_columns(dh, k))
-    torch.bmm(_columns(dy, k).transpose(1, 2), _columns(h, k), out=_rows(dw, k))
-    return dh, dw
+    return of_input(dy, h, w, k), of_weight(dy, h, w, k)
 
 
 @_backward.register_fake

@@ -3,7 +3,8 @@
 T tokens a step, p ranks of the tensor-parallel group, L layers, d hidden, f feed-forward, kv = K/V heads x head size,
 g = 2 where the feed-forward is gated else 1, r = d/4 the width of a factor.
 
-    computation   t_c = T · F / (p · rate)            F: model FLOPs a token (suite.measure.flops), rate: FLOP/s a GPU
+    computation   t_c = T · (F + R) / (p · rate)      F: model FLOPs a token (suite.measure.flops), rate: FLOP/s a GPU;
+                                                      R, pairwise: 6 (p - 1) L s d, core attention of all heads on every rank
     wire          W   = 2 (p - 1) / p · T · E · b + S  bytes a rank sends; an all-gather or reduce-scatter is half an all-reduce
     communication t_w = W / link
     throughput    T / (t_c + t_w)
@@ -67,6 +68,12 @@ def elements(card: Mapping[str, Any], layout: str) -> float | None:
     return table.get(layout)
 
 
+def replicated(card: Mapping[str, Any], layout: str, tp: int, seq: int) -> float:
+    """FLOPs a token beside the model's (R above)."""
+    table = {"pairwise": 6 * (tp - 1) * card["layers"] * seq * card["hidden"]}
+    return table.get(layout, 0)
+
+
 def bytes_per_element(codec: str, group: int = GROUP) -> float | None:
     code = BYTES.get(codec)
     return None if code is None else code[0] + code[1] / group
@@ -115,6 +122,7 @@ def throughput(card: Mapping[str, Any], tp: int, seq: int, batch: int, *, factor
             return reason
     share = WIDTHS[factor]
     flops = model_flops_per_token(card, seq, factor=LowRank(int(card["hidden"] * share)) if share else None)
+    flops += replicated(card, layout, tp, seq)
     tokens = seq * batch
     return tokens / (tokens * flops / (tp * tflops * 1e12) + sent / (link_gb * 1e9))
 

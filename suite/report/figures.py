@@ -20,7 +20,7 @@ from suite.report.source import RUN, Entry, ReportError, main
 from suite.workload import Workload
 
 COLUMNS = {"curves": panels.curves, "difference": panels.difference, "wire": panels.wire, "against_n": studies.against_n,
-           "by_size": studies.by_size, "octaves": studies.octaves,
+           "by_size": studies.by_size, "octaves": studies.octaves, "layer": studies.layer,
            **{bar.metric: partial(panels.bars, bar=bar) for bar in panels.BARS}}
 
 

@@ -54,6 +54,8 @@ BARS = (
     Bar("zero_fraction_backward", "Nonzero gradients that decode to zero", "%"),
     Bar("codec_gb_per_s", "Encode and decode", "GB/s read and written"),
     Bar("copy_gb_per_s", "A copy beside them", "GB/s read and written"),
+    Bar("default_over_row", "Step with default options over the row's", "x, below 1: the default is faster"),
+    Bar("checkpoint_mb_per_ms", "Memory that recomputing saves", "MB a ms of step time"),
 )
 
 

@@ -1,7 +1,8 @@
-"""Panels of studies of one codec: error against the number of partial sums, all-reduce by message size, values by octave.
+"""Panels of studies: of one codec error against the number of partial sums, all-reduce by message size, values by octave; of one
+layer computation and communication.
 
-They are drawn from records of `measure: codec` and `measure: collective`, see suite.measure.captured and suite.measure.collective,
-and follow the rules of suite.report.panels.
+They are drawn from records of `measure: codec`, `collective` and `block`, see suite.measure.captured, .collective and .block, and
+follow the rules of suite.report.panels.
 """
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from suite.record import Metric
-from suite.report.panels import Style, _title
+from suite.report.panels import TRAINING, Style, _grid, _short, _title, _width
 from suite.report.source import Entry
 
 MIB = 2**20
@@ -75,6 +76,31 @@ def octaves(ax: Any, entries: Sequence[Entry], style: Style) -> bool:
     ax.set_xlabel("octaves below the message's peak")
     ax.set_ylabel("share of values (%)")
     _title(ax, "Captured values by magnitude", f"measured before coding; mean over {', '.join(counts)} messages")
+    return True
+
+
+def layer(ax: Any, entries: Sequence[Entry], style: Style) -> bool:
+    """One layer forward: computation solid, its messages by themselves hatched on top; median over records of a bar."""
+    parts = ("block_compute_ms", "block_comm_ms")
+    having = [e for e in entries if all(_value(e, name) for name in parts)]
+    if not having:
+        return False
+    ticks, cells, offsets = _grid(having, style, TRAINING)
+    width, samples = _width(offsets), set()
+    for (tick, name), group in cells.items():
+        x, base = ticks.index(tick) + offsets[name], 0.0
+        for part, hatch in zip(parts, ("", "////")):
+            metrics = [_value(e, part) for e in group]
+            samples |= {m.n for m in metrics if m.n}
+            height = median(m.value for m in metrics)
+            ax.bar([x], [height], width * 0.92, bottom=[base], color="white" if hatch else style.colours[name],
+                   edgecolor=style.colours[name], hatch=hatch, linewidth=1, zorder=3)
+            base += height
+        ax.text(x, base, _short(base), ha="center", va="bottom", fontsize=6.5, zorder=4)
+    ax.set_xticks(range(len(ticks)), ticks)
+    ax.margins(y=0.12)
+    ax.set_ylabel("ms")
+    _title(ax, "One layer, forward", f"measured; solid: computation, hatched: messages alone; n={min(samples, default=0)} at least")
     return True
 
 

@@ -1,0 +1,59 @@
+"""A product whose input's gradient is summed over ranks: the sum is under way while the weight's gradient is computed.
+
+    y  = h wᵀ                       h [T, k r], w [k n, r] -> y [T, k n], k products side by side (suite/precision/batch.py)
+    dh = dy w, sent                 forward: nothing      backward: all-reduce of dh [T, k r] ...
+    dw = dyᵀ h, dh awaited                                ... hidden behind this product
+
+One opaque operation each way, so that a compiler reorders nothing. It sends what a `meet` before the product would.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor, library
+
+from suite.comm.wire import Wire, wire_of
+from suite.precision.batch import of_input, of_weight, product
+from suite.seams import Site
+
+
+def _forward(h: Tensor, w: Tensor, k: int, wire: int, layer: int, name: str) -> Tensor:
+    return product(h, w, k)
+
+
+def _backward(dy: Tensor, h: Tensor, w: Tensor, k: int, wire: int, layer: int, name: str) -> tuple[Tensor, Tensor]:
+    pending = wire_of(wire).start("all_reduce", of_input(dy, h, w, k), site=(layer, name), way="backward")
+    dw = of_weight(dy, h, w, k)
+    return pending.wait()[0], dw
+
+
+_ARGUMENTS = "Tensor h, Tensor w, int k, SymInt wire, SymInt layer, str name"
+_product = library.custom_op("triaxis::entered", _forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
+_gradients = library.custom_op("triaxis::entered_backward", _backward, mutates_args=(),
+                               schema=f"(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor)")
+
+
+@_product.register_fake
+def _(h, w, k, wire, layer, name):
+    return h.new_empty(len(h), len(w))
+
+
+@_gradients.register_fake
+def _(dy, h, w, k, wire, layer, name):
+    return h.new_empty(h.shape), torch.empty_like(w)
+
+
+def _keep(ctx, inputs, output):
+    h, w, *ctx.rest = inputs
+    ctx.save_for_backward(h, w)
+
+
+def _differentiate(ctx, dy):
+    return *_gradients(dy.contiguous(), *ctx.saved_tensors, *ctx.rest), None, None, None, None
+
+
+_product.register_autograd(_differentiate, setup_context=_keep)
+
+
+def entered(h: Tensor, w: Tensor, k: int, wire: Wire, site: Site) -> Tensor:
+    """h [T, k r] equal on all ranks of the wire, w [k n, r] of one dtype -> [T, k n]; the gradient of h is whole on every rank."""
+    return _product(h, w.contiguous(), k, wire.id, *site)

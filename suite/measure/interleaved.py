@@ -1,0 +1,102 @@
+"""Two variants of a training step in one launch: the case's layout against the same layout with its options at their defaults.
+
+A `measure: ab` case trains two models of the same seed on the same batches, in turn. `steps` is the number of pairs:
+
+    pair    a block of the row's steps and a block of the default's, their order alternating
+    block   SETTLE steps that are not counted, then STEPS that are, synchronised at their ends only
+
+Clocks, temperature and neighbours drift over minutes; the blocks of a pair lie seconds apart, so that the drift cancels.
+
+    step_time                       ms   of the row, median over pairs;  default_step_time: of the default
+    default_over_row                x    exp of the mean over pairs of log(default / row): below 1 the default is faster
+    default_over_row_upper_bound    x    its one-sided 95 % bound (Student's t): at most 1.01 says `not slower` to a percent
+    memory_saved                    MB   peak of the default's blocks less that of the row's, weights and states aside
+    checkpoint_mb_per_ms            MB/ms  memory_saved over the time that a step takes longer (BOOST, its Table 3), for rows that
+                                    save memory and pay time; others say why not
+
+Their first losses must agree within AGREE: a variant that computes something else is not timed.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from suite.case import Case
+from suite.measure.clock import StepClock
+from suite.measure.overhead import bound
+from suite.measure.quantile import metric_from, quantiles
+from suite.record import CaseFailed, Metric
+
+WARM, SETTLE, STEPS = 3, 1, 2
+AGREE = 0.01  # of the loss; layouts never change the function
+MB = 1e6
+
+
+def default_of(case: Case) -> Case:
+    """The case with its layout's options at their defaults, a timed one."""
+    return Case.model_validate(case.row() | {"layout": {"name": case.layout.name}, "measure": "speed", "name": None})
+
+
+def study(case: Case, outcome: Any, trainer: Callable[[Case], Any]) -> None:
+    """Fills metrics and phases of the outcome. trainer: a case -> a `suite.train.Trainer`. Every rank calls it."""
+    began = time.perf_counter()
+    row, default = trainer(case), trainer(default_of(case))
+    losses = [[float(one.step(step)[0]) for step in range(WARM)] for one in (row, default)]
+    mine, other = (values[0] for values in losses)
+    if not abs(mine - other) <= AGREE * abs(other):
+        raise CaseFailed(f"ab: first losses {mine:.4f} and, with default options, {other:.4f}: not timed")
+    outcome.phases["setup"] = time.perf_counter() - began
+    began = time.perf_counter()
+    taken: list[tuple[float, float]] = []
+    peaks: list[tuple[float | None, float | None]] = []
+    for pair in range(case.steps):
+        found = {}
+        for one in (row, default) if pair % 2 else (default, row):
+            found[one] = _block(one, WARM + pair * (SETTLE + STEPS))
+        taken.append((found[row][0], found[default][0]))
+        peaks.append((found[row][1], found[default][1]))
+    outcome.phases["timed"] = time.perf_counter() - began
+    outcome.metrics += metrics(taken, peaks)
+
+
+def _block(trainer: Any, first: int) -> tuple[float, float | None]:
+    """(seconds a step, bytes at the peak above what lay there before, None without a GPU)."""
+    device, before = trainer.device, 0
+    gpu = device.type == "cuda"
+    if gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    clock = StepClock(device, trainer.barrier)
+    for step in range(SETTLE + STEPS):
+        if step == SETTLE:
+            clock.start()
+        trainer.step(first + step)
+        if step >= SETTLE:
+            clock.mark()
+    clock.stop()
+    return clock.window / STEPS, float(torch.cuda.max_memory_allocated(device) - before) if gpu else None
+
+
+def metrics(taken: Iterable[tuple[float, float]], peaks: Iterable[tuple[float | None, float | None]]) -> list[Metric]:
+    """taken: (seconds of the row's step, of the default's) a pair; peaks: bytes, alike. Raises ValueError with fewer than two."""
+    taken, peaks = list(taken), list(peaks)
+    ratio, upper = bound([(default, row) for row, default in taken])
+    ratios = quantiles(default / row for row, default in taken)
+    found = [metric_from([1e3 * row for row, _ in taken], "step_time", "ms"),
+             metric_from([1e3 * default for _, default in taken], "default_step_time", "ms"),
+             Metric("default_over_row", ratio, "x", n=len(taken), q20=ratios[1], q80=ratios[2]),
+             Metric("default_over_row_upper_bound", upper, "x", n=len(taken))]
+    names = (("memory_saved", "MB"), ("checkpoint_mb_per_ms", "MB/ms"))
+    if any(peak is None for pair in peaks for peak in pair):
+        return found + [Metric(name, None, unit, reason="no GPU") for name, unit in names]
+    saved = (max(default for _, default in peaks) - max(row for row, _ in peaks)) / MB
+    extra = found[0].value - found[1].value
+    found.append(Metric("memory_saved", saved, "MB", n=len(peaks)))
+    if saved <= 0 or extra <= 0:
+        why = "the row saves no memory" if saved <= 0 else "the row's step is not longer"
+        return [*found, Metric("checkpoint_mb_per_ms", None, "MB/ms", reason=why)]
+    return [*found, Metric("checkpoint_mb_per_ms", saved / extra, "MB/ms", n=len(taken))]
