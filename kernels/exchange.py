@@ -231,3 +231,8 @@ def exchange(x: Tensor, out: Tensor, slots: Tensor, flags: Tensor, rank: int, gr
     """
     exchange_launch(x, out, slots, flags, rank, group, **options).run()
     return out
+
+
+def loopback(x: Tensor, out: Tensor, slot: Tensor, slots: Tensor, flags: Tensor, group: int = 128, **options: Any) -> Tensor:
+    """An exchange of a rank with itself alone: what one process can time. x, out [1, n], slot uint8 [slot_bytes(n)] at slots[0]."""
+    return exchange(x, out, slots, flags, 0, group, **options)

@@ -7,6 +7,7 @@ view of an argument: functions given must not return one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import library
@@ -14,10 +15,13 @@ from torch import library
 _LIBRARY = library.Library("triaxis", "FRAGMENT")
 
 
-def opaque(name: str, schema: str, function: Callable, fake: Callable) -> Callable:
+def opaque(name: str, schema: str, function: Callable, fake: Callable, backward: Callable | None = None,
+           keep: Callable | None = None) -> Any:
     """torch.ops.triaxis.<name>. schema: as `(Tensor(a!) x, SymInt n) -> Tensor`; fake: shapes and dtypes of what function gives.
-    No autograd: called from an autograd.Function or where no gradient is wanted."""
+    backward(ctx, *grads), keep(ctx, inputs, output): as torch.library.register_autograd; without them: no gradient."""
     _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     library.register_fake(f"triaxis::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        library.register_autograd(f"triaxis::{name}", backward, setup_context=keep, lib=_LIBRARY)
     return getattr(torch.ops.triaxis, name).default

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from kernels import bottleneck_reference
 from suite.norms import wide
+from suite.opaque import opaque
 
 
 def _chosen(x: Tensor):
@@ -24,13 +25,11 @@ def _chosen(x: Tensor):
     return bottleneck_reference
 
 
-@library.custom_op("triaxis::bottleneck_scale", mutates_args=())
-def _scale(x: Tensor, gain: Tensor, eps: float, local: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _scale_of(x: Tensor, gain: Tensor, eps: float, local: bool) -> tuple[Tensor, Tensor, Tensor]:
     return _chosen(x).scale(x.contiguous(), gain, eps, local)
 
 
-@_scale.register_fake
-def _(x, gain, eps, local):
+def _scale_shapes(x, gain, eps, local):
     row = x.new_empty(len(x), dtype=wide(x.dtype))
     return x.new_empty(x.shape), row, row.new_empty(len(x) if local else 0)
 
@@ -47,26 +46,19 @@ def _scale_gradients(ctx, dy, ds, dl):
     return dx.to(x.dtype), (dy * value).sum(0).to(gain.dtype), None, None
 
 
-_scale.register_autograd(_scale_gradients, setup_context=_keep_scale)
-
-
-@library.custom_op("triaxis::bottleneck_epilogue", mutates_args=())
-def _epilogue(p: Tensor, square: Tensor, hidden: int, eps: float, silu: bool) -> Tensor:
+def _epilogue_of(p: Tensor, square: Tensor, hidden: int, eps: float, silu: bool) -> Tensor:
     return _chosen(p).epilogue(p.contiguous(), square, hidden, eps, silu)
 
 
-@_epilogue.register_fake
-def _(p, square, hidden, eps, silu):
+def _epilogue_shape(p, square, hidden, eps, silu):
     return p.new_empty(p.shape)
 
 
-@library.custom_op("triaxis::bottleneck_epilogue_backward", mutates_args=())
-def _epilogue_backward(p: Tensor, square: Tensor, dh: Tensor, hidden: int, eps: float, silu: bool) -> tuple[Tensor, Tensor]:
+def _epilogue_backward_of(p: Tensor, square: Tensor, dh: Tensor, hidden: int, eps: float, silu: bool) -> tuple[Tensor, Tensor]:
     return _chosen(p).epilogue_backward(p.contiguous(), square, dh.contiguous(), hidden, eps, silu)
 
 
-@_epilogue_backward.register_fake
-def _(p, square, dh, hidden, eps, silu):
+def _epilogue_backward_shapes(p, square, dh, hidden, eps, silu):
     return p.new_empty(p.shape), p.new_empty(len(p), dtype=wide(p.dtype))
 
 
@@ -79,7 +71,13 @@ def _epilogue_gradients(ctx, dh):
     return *_epilogue_backward(*ctx.saved_tensors, dh, *ctx.rest), None, None, None
 
 
-_epilogue.register_autograd(_epilogue_gradients, setup_context=_keep_epilogue)
+_REST = "SymInt hidden, float eps, bool silu"
+_scale = opaque("bottleneck_scale", "(Tensor x, Tensor gain, float eps, bool local) -> (Tensor, Tensor, Tensor)",
+                _scale_of, _scale_shapes, _scale_gradients, _keep_scale)
+_epilogue = opaque("bottleneck_epilogue", f"(Tensor p, Tensor square, {_REST}) -> Tensor",
+                   _epilogue_of, _epilogue_shape, _epilogue_gradients, _keep_epilogue)
+_epilogue_backward = opaque("bottleneck_epilogue_backward", f"(Tensor p, Tensor square, Tensor dh, {_REST}) -> (Tensor, Tensor)",
+                            _epilogue_backward_of, _epilogue_backward_shapes)
 
 
 def scale(x: Tensor, gain: Tensor, eps: float, local: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:

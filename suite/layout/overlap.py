@@ -9,9 +9,10 @@ One opaque operation each way, so that a compiler reorders nothing. It sends wha
 from __future__ import annotations
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from suite.comm.wire import Wire, wire_of
+from suite.opaque import opaque
 from suite.precision.batch import of_input, of_weight, product
 from suite.seams import Site
 
@@ -26,19 +27,11 @@ def _backward(dy: Tensor, h: Tensor, w: Tensor, k: int, wire: int, layer: int, n
     return pending.wait()[0], dw
 
 
-_ARGUMENTS = "Tensor h, Tensor w, int k, SymInt wire, SymInt layer, str name"
-_product = library.custom_op("triaxis::entered", _forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
-_gradients = library.custom_op("triaxis::entered_backward", _backward, mutates_args=(),
-                               schema=f"(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor)")
-
-
-@_product.register_fake
-def _(h, w, k, wire, layer, name):
+def _shape(h, w, k, wire, layer, name):
     return h.new_empty(len(h), len(w))
 
 
-@_gradients.register_fake
-def _(dy, h, w, k, wire, layer, name):
+def _shapes(dy, h, w, k, wire, layer, name):
     return h.new_empty(h.shape), torch.empty_like(w)
 
 
@@ -51,7 +44,9 @@ def _differentiate(ctx, dy):
     return *_gradients(dy.contiguous(), *ctx.saved_tensors, *ctx.rest), None, None, None, None
 
 
-_product.register_autograd(_differentiate, setup_context=_keep)
+_ARGUMENTS = "Tensor h, Tensor w, SymInt k, SymInt wire, SymInt layer, str name"
+_product = opaque("entered", f"({_ARGUMENTS}) -> Tensor", _forward, _shape, _differentiate, _keep)
+_gradients = opaque("entered_backward", f"(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor)", _backward, _shapes)
 
 
 def entered(h: Tensor, w: Tensor, k: int, wire: Wire, site: Site) -> Tensor:

@@ -10,7 +10,9 @@ torch.compile neither copies the blocks nor splits the batch.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
+
+from suite.opaque import opaque
 
 
 def _columns(x: Tensor, k: int) -> Tensor:
@@ -43,23 +45,15 @@ def of_weight(dy: Tensor, h: Tensor, w: Tensor, k: int) -> Tensor:
     return dw
 
 
-@library.custom_op("triaxis::batch", mutates_args=())
-def _forward(h: Tensor, w: Tensor, k: int) -> Tensor:
-    return product(h, w, k)
-
-
-@_forward.register_fake
-def _(h, w, k):
+def _shape(h, w, k):
     return h.new_empty(len(h), len(w))
 
 
-@library.custom_op("triaxis::batch_backward", mutates_args=())
 def _backward(dy: Tensor, h: Tensor, w: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return of_input(dy, h, w, k), of_weight(dy, h, w, k)
 
 
-@_backward.register_fake
-def _(dy, h, w, k):
+def _shapes(dy, h, w, k):
     return h.new_empty(h.shape), torch.empty_like(w)
 
 
@@ -69,14 +63,15 @@ def _keep(ctx, inputs, output):
 
 
 def _gradients(ctx, dy):
-    return *_backward(dy.contiguous(), *ctx.saved_tensors, ctx.k), None
+    return *_batch_backward(dy.contiguous(), *ctx.saved_tensors, ctx.k), None
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
+_batch = opaque("batch", "(Tensor h, Tensor w, SymInt k) -> Tensor", product, _shape, _gradients, _keep)
+_batch_backward = opaque("batch_backward", "(Tensor dy, Tensor h, Tensor w, SymInt k) -> (Tensor, Tensor)", _backward, _shapes)
 
 
 def batched(h: Tensor, w: Tensor, k: int) -> Tensor:
     """h [T, k r], w [k n, r] of one dtype -> [T, k n]. Raises ValueError where k divides neither."""
     if h.shape[-1] % k or len(w) % k or h.shape[-1] // k != w.shape[-1]:
         raise ValueError(f"batch: {tuple(h.shape)} and {tuple(w.shape)} are not [T, {k} r] and [{k} n, r]")
-    return _forward(h, w.contiguous(), k)
+    return _batch(h, w.contiguous(), k)
