@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernels.float8 import from_code
 from kernels.launch import Launch
-from kernels.nvfp4 import number
 from kernels.nvfp4_reference import OUTER, Quantized, fits
+from kernels.nvfp4_tile import number
 
 M, N, WARPS = 64, 64, 4
 NATIVE_M, NATIVE_N, NATIVE_WARPS = 128, 128, 8

@@ -67,7 +67,7 @@ def e2m1(z: Tensor, u: Tensor | None) -> Tensor:
     """Rounded to 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives; beyond 6 it clips. NaN stays."""
     a = z.abs().clamp(max=6.0)
     step = (a.clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32) * 0.5  # between codes: .5 below 2, then 1, then 2
-    a = (a / step).round() if u is None else (a / step + u).floor()
+    a = (a / step).round() if u is None else (((a / step) * 2.0**22).round() * 2.0**-22 + u).floor()
     return (a * step).copysign(z)
 
 
