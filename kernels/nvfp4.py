@@ -16,7 +16,6 @@ architecture and in the interpreter. An outer scale of the whole tensor takes a 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -111,7 +110,7 @@ def blocks_again(x, scales, over, r, c, first, left, short, code_row, scale_row,
 
 @triton.jit(do_not_specialize=["signs", "seed_low", "seed_high", "middle", "first_row", "first_column", "rows", "columns"])
 def quantize_kernel(x, scale, over, peak, codes, inner, outer, out, signs, seed_low, seed_high, middle, first_row, first_column,
-                    rows, columns, width, stride, scale_row, over_row, over_column, tiles, across, A: tl.constexpr,
+                    rows, columns, width, pitch, stride, scale_row, over_row, over_column, tiles, across, A: tl.constexpr,
                     B: tl.constexpr, TURNS: tl.constexpr, ALONG: tl.constexpr, AGAIN: tl.constexpr, ROTATED: tl.constexpr,
                     TALL: tl.constexpr, TENSOR: tl.constexpr, SEARCH: tl.constexpr, CHANCE: tl.constexpr, MARGIN: tl.constexpr,
                     ALL: tl.constexpr, PART: tl.constexpr, SIX: tl.constexpr, SIXTH: tl.constexpr, WIDTH: tl.constexpr,
@@ -168,7 +167,7 @@ def quantize_kernel(x, scale, over, peak, codes, inner, outer, out, signs, seed_
                     found = tl.permute(found, (1, 0, 2))
                 found = tl.reshape(found, (ROWS, COLUMNS))
                 side = tl.arange(0, COLUMNS)
-                here = out + (row.to(tl.int64) * width + column) + (r[:, None] * width + side[None, :])
+                here = out + (row.to(tl.int64) * pitch + column) + (r[:, None] * pitch + side[None, :])
                 if FULL:
                     tl.store(here, found)
                 else:
@@ -241,8 +240,8 @@ def quantize_launch(x: Tensor | Quantized, codes: Tensor | None = None, inner: T
                     margin: float = 1.0, block: int = 1, noise: int | None = None, *, out: Tensor | None = None,
                     signs: int | None = None, origin: tuple[int, int] = (0, 0), peak: Tensor | None = None,
                     search: bool = False) -> Launch:
-    """codes, inner (as uint8), outer: those of the result; or out [r, columns], contiguous: what they stand for. peak: int32 [1],
-    bits of the largest magnitude of the whole tensor. x: one of its strides is 1."""
+    """codes, inner (as uint8), outer: those of the result; or out [r, columns], its rows contiguous: what they stand for. peak:
+    int32 [1], bits of the largest magnitude of the whole tensor. x: one of its strides is 1."""
     again = isinstance(x, Quantized)
     rows, columns = (x.columns, len(x.codes)) if again else x.shape
     along = not again and x.stride(1) == 1
@@ -254,7 +253,7 @@ def quantize_launch(x: Tensor | Quantized, codes: Tensor | None = None, inner: T
                  "over": x.outer if again else None, "peak": peak, "codes": None if codes is None else codes.view(torch.int32),
                  "inner": inner, "outer": outer, "out": out, "signs": 0 if signs is None else sign_bits(signs), **_halves(noise),
                  "middle": 0x80, "first_row": origin[0], "first_column": origin[1], "rows": rows, "columns": columns,
-                 "width": 0 if out is None else out.shape[1],
+                 "width": 0 if out is None else out.shape[1], "pitch": 0 if out is None else out.stride(0),
                  "stride": x.codes.shape[1] if again else x.stride(0 if along else 1),
                  **(_steps(x) if again else {"scale_row": 0, "over_row": 0, "over_column": 0}),
                  "tiles": triton.cdiv(columns, OUTER), "across": across}
@@ -286,19 +285,30 @@ def quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: i
 
 def rounded(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
             noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0), peak: Tensor | None = None,
-            dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """quantize(x, ...).dequantize(dtype) in one pass over memory: [r, k], k filled up to a multiple of 16 where rotated.
 
-    dtype: bfloat16 or float32. Raises ValueError for what does not fit.
+    dtype: bfloat16 or float32, of the result or of `out`, into which it is written where given; its rows are contiguous. Raises
+    ValueError for what does not fit.
     """
     checked(x, rounding, margin, outer, block, noise, origin)
-    if dtype not in DTYPES:
-        raise ValueError(f"nvfp4: {dtype}: dequantised in float32 or bfloat16")
-    out = torch.empty(len(x), x.shape[1] + (-x.shape[1] % INNER if signs is not None else 0), dtype=dtype, device=x.device)
-    if out.numel():
+    shape = len(x), x.shape[1] + (-x.shape[1] % INNER if signs is not None else 0)
+    found = torch.empty(shape, dtype=dtype, device=x.device) if out is None else out
+    if found.dtype not in DTYPES:
+        raise ValueError(f"nvfp4: {found.dtype}: dequantised in float32 or bfloat16")
+    if found.shape != shape or (shape[1] > 1 and found.stride(1) != 1):
+        raise ValueError(f"nvfp4: out {tuple(found.shape)}: expected {shape} with contiguous rows")
+    if found.numel():
         x, options = _readable(x), {"margin": margin, "block": block, "noise": noise, "signs": signs, "origin": origin}
-        quantize_launch(x, out=out, **options, peak=_held(x, outer, peak, options)).run()
-    return out
+        quantize_launch(x, out=found, **options, peak=_held(x, outer, peak, signs)).run()
+    return found
+
+
+def largest_magnitude(x: Tensor, signs: int | None = None) -> Tensor:
+    """Of x [r, k], rotated where signs are given: float32 []. A NaN is above all; 0 of an empty tensor."""
+    if not x.numel():
+        return torch.zeros((), device=x.device)
+    return _held(_readable(x), "tensor", None, signs).view(torch.float32).reshape(())
 
 
 def requantize(given: Quantized, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER,
@@ -325,14 +335,14 @@ def _readable(x: Tensor) -> Tensor:
     return x if 1 in x.stride() else x.contiguous()
 
 
-def _held(x: Tensor | Quantized, outer: int | str, peak: Tensor | None, options: dict[str, Any]) -> Tensor | None:
+def _held(x: Tensor | Quantized, outer: int | str, peak: Tensor | None, signs: int | None) -> Tensor | None:
     """Bits of the largest magnitude, int32 [1], sought where they are not given; None where outer scales are of blocks."""
     if outer != "tensor":
         return None
     if peak is not None:
         return peak.to(torch.float32).reshape(1).view(torch.int32) & 0x7FFFFFFF
     held = torch.zeros(1, dtype=torch.int32, device=x.codes.device if isinstance(x, Quantized) else x.device)
-    quantize_launch(x, **options, peak=held, search=True).run()
+    quantize_launch(x, signs=signs, peak=held, search=True).run()
     return held
 
 
@@ -344,7 +354,7 @@ def _quantized(x: Tensor | Quantized, shape: tuple[int, int], device: torch.devi
     over = torch.empty((1, 1) if outer == "tensor" else (rows, tiles), device=device)
     if rows and columns:
         options = {"margin": margin, "block": block, "noise": noise, "signs": signs, "origin": origin}
-        quantize_launch(x, codes, inner, over, **options, peak=_held(x, outer, peak, options)).run()
+        quantize_launch(x, codes, inner, over, **options, peak=_held(x, outer, peak, signs)).run()
     elif outer == "tensor":
         over.fill_(1.0)
     if signs is not None:

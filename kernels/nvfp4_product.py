@@ -84,7 +84,8 @@ def launch(a: Quantized, b: Quantized, out: Tensor, native: bool = False, wide: 
 def slab(a: Quantized, b: Quantized, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """a of [m, k], b of [n, k] -> [m, n]. Raises ValueError where they have no common contraction."""
     fits(a, b)
-    out = torch.zeros(len(a.codes), len(b.codes), dtype=dtype, device=a.codes.device)
+    make = torch.empty if a.columns else torch.zeros
+    out = make(len(a.codes), len(b.codes), dtype=dtype, device=a.codes.device)
     if out.numel() and a.columns:
         launch(a, b, out, wide=out.device.type == "cpu").run()
     return out
@@ -98,7 +99,8 @@ def native(a: Quantized, b: Quantized, dtype: torch.dtype = torch.bfloat16) -> T
     if 10 * major + minor not in NATIVE:
         here = f"sm_{10 * major + minor}" if major else "a CPU"
         raise RuntimeError(f"nvfp4: native products need FP4 tensor cores (sm_100, sm_120), this is {here}; take level slab")
-    out = torch.zeros(len(a.codes), len(b.codes), dtype=dtype, device=device)
+    make = torch.empty if a.columns else torch.zeros
+    out = make(len(a.codes), len(b.codes), dtype=dtype, device=device)
     if out.numel() and a.columns:
         launch(a, b, out, native=True).run()
     return out

@@ -113,10 +113,22 @@ def nvfp4_quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, ou
 
 def nvfp4_rounded(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
                   noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0),
-                  peak: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+                  peak: Tensor | None = None, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """See kernels.nvfp4.rounded."""
     found = nvfp4_quantize(x, rounding, margin, outer, block, noise, signs=signs, origin=origin, peak=peak)
-    return found.dequantize(dtype)
+    return found.dequantize(dtype) if out is None else out.copy_(found.dequantize(out.dtype))
+
+
+def largest_magnitude(x: Tensor, signs: int | None = None) -> Tensor:
+    """See kernels.nvfp4.largest_magnitude."""
+    x = x.to(torch.float32)
+    x = x if signs is None else rotate(F.pad(x, (0, -x.shape[1] % INNER)), signs)
+    return _peak(x.abs())
+
+
+def nvfp4_dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """See kernels.nvfp4.dequantize."""
+    return q.dequantize(dtype)
 
 
 def nvfp4_requantize(given: Quantized, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER,

@@ -81,6 +81,11 @@ def check(device: str, dtype: torch.dtype, rows: int, columns: int, options: dic
         got, known = nvfp4.dequantize(want, kind), want.dequantize(kind)
         assert got.dtype == kind and torch.equal(got.isnan(), known.isnan())
         assert torch.equal(got.nan_to_num(0.0), known.nan_to_num(0.0))
+    among = torch.zeros(rows, 3 * known.shape[1], dtype=known.dtype, device=device)  # 16 bytes do not fit its columns
+    nvfp4.rounded(x, **options, out=among[:, known.shape[1]:-known.shape[1]])
+    assert torch.equal(among.nan_to_num(0.0), torch.nn.functional.pad(known.nan_to_num(0.0), (known.shape[1],) * 2))
+    got, sought = (one.largest_magnitude(x, options.get("signs")) for one in (nvfp4, nvfp4_reference))
+    assert got.shape == () and (got == sought or bool(got.isnan() & ~sought.isfinite()))
     if "block" not in options and (device == "cuda" or bad):
         near = nvfp4_reference.nvfp4_quantize(x)
         same(nvfp4.requantize(near, **options), nvfp4_reference.nvfp4_requantize(near, **options))

@@ -1,12 +1,13 @@
 """TetraJet's linear layer: unbiased, keyed as the design says, the same on every shard, each part an option."""
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from scipy import stats
 from tetrajet_checks import free, given, noise, product, recipe, whole
 
-from kernels.nvfp4_reference import slab_product
+from kernels.nvfp4_reference import largest_magnitude, nvfp4_rounded, slab_product
 from kernels.reference import nvfp4_quantize
 from suite.precision.level import product as product_at
 from suite.precision.linear import STACK, _backward
@@ -176,8 +177,9 @@ def test_the_kernels_formats_are_these(operand, columns, kept):
     place = Place(rows, columns)
     assert in_pieces(place, key)
     here = quantise(x, operand, kept, key=key, signs=signs, place=place)
-    there = fused(x, operand, kept, key, signs, place, lambda amax: amax, nvfp4_quantize, lambda q, dtype: q.dequantize(dtype))
-    assert torch.equal(here.values, there.values)
+    by = SimpleNamespace(quantize=nvfp4_quantize, rounded=nvfp4_rounded, largest_magnitude=largest_magnitude)
+    there = fused(x, operand, kept, key, signs, place, lambda amax: amax, by)
+    assert torch.equal(here.values, there.dense())
     if kept == torch.float32:
         assert torch.equal(here.inner, there.packed.values())
         y = product_at("slab", here, here, torch.float32)

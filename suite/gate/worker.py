@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,13 @@ TARGET = 1e-3  # seconds that a run on the CPU takes at least
 
 
 def leaves(tree: Any) -> Iterator[Any]:
+    import torch
     from torch import Tensor
 
     if isinstance(tree, Tensor):
-        yield tree
+        yield tree if tree.dtype.itemsize > 1 else tree.view(torch.uint8)
+    elif is_dataclass(tree):
+        yield from leaves(vars(tree))
     elif isinstance(tree, dict):
         for value in tree.values():
             yield from leaves(value)

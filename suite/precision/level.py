@@ -53,8 +53,8 @@ def product(level: str, a: Given, b: Given, dtype: torch.dtype, beside: tuple[Gi
         y = _slabs(a, b) if a.packed is None or b.packed is None else _by_kernel(level, a, b)
         return (y if beside is None else y + beside[0].values @ beside[1].values.t()).to(dtype)
     if beside is not None:
-        return torch.cat([beside[0].values, a.values], 1) @ torch.cat([beside[1].values, b.values], 1).t()
-    return (a.values @ b.values.t()).to(dtype)
+        return torch.cat([beside[0].values, a.dense()], 1) @ torch.cat([beside[1].values, b.dense()], 1).t()
+    return (a.dense() @ b.dense().t()).to(dtype)
 
 
 def _by_kernel(level: str, a: Given, b: Given) -> Tensor:

@@ -94,7 +94,7 @@ class Call:
 
     def kept(self, *pair: Given) -> list[Tensor]:
         """What of X and W is saved dequantised; nothing where the originals are."""
-        return [torch.empty(len(one.values), 0, dtype=self.recipe.kept, device=one.values.device) if original else one.dense()
+        return [self.noise.new_empty(one.rows, 0, dtype=self.recipe.kept) if original else one.dense()
                 for one, original in zip(pair, self.recipe.originals)]
 
     def give(self, number: int, x: Tensor, rows: Sequence, columns: Sequence, operand: Operand | None = None):

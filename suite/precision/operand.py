@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,12 +47,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Given:
-    """values [r, k]: dequantised, in the dtype of the product; of e4m3 and e5m2 the codes in their own dtype, with a scale a row.
+    """values [r, k]: dequantised, in the dtype of the product (None where there is `packed` alone); of e4m3 and e5m2 the codes in
+    their own dtype, with a scale a row.
     codes, scales: of every element, float32 [r, k]; before: what was rounded, rotated where it is. These only where asked for.
     inner [r, K], outer [r, K / 128]: codes times inner scales, and outer scales, K whole blocks (nvfp4); packed: the same as the
     kernels hold it."""
 
-    values: Tensor
+    values: Tensor | None
     codes: Tensor | None = None
     scales: Tensor | None = None
     before: Tensor | None = None
@@ -61,9 +63,15 @@ class Given:
 
     @property
     def by_rows(self) -> bool:
-        return self.values.dtype in ROWS.values()
+        return self.values is not None and self.values.dtype in ROWS.values()
+
+    @property
+    def rows(self) -> int:
+        return len(self.packed.codes if self.values is None else self.values)
 
     def dense(self) -> Tensor:
+        if self.values is None:
+            return dequantise(self.packed)
         return self.values.to(torch.float32) * self.scales if self.by_rows else self.values
 
     def clipped(self) -> Tensor:
@@ -71,6 +79,15 @@ class Given:
         if self.codes is None:
             return torch.zeros_like(self.values, dtype=torch.bool)
         return self.before.abs() > 6.0 * self.scales
+
+
+def dequantise(q: Quantized) -> Tensor:
+    """[r, k] float32."""
+    if not q.codes.is_cuda:
+        return q.dequantize()
+    from kernels.nvfp4 import dequantize
+
+    return dequantize(q)
 
 
 def nearness(weight: Tensor, code: Tensor, scale: Tensor) -> Tensor:
@@ -123,26 +140,31 @@ def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: int | None 
 
 
 def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: int | None, signs: int | None, place: Place | None,
-          most: Callable[[Tensor], Tensor], quantize: Callable | None = None, dequantize: Callable | None = None) -> Given:
-    """The same by the kernels of NVFP4, one call a rectangle that lies in one piece in the unsharded tensor: bit for bit."""
-    if quantize is None:
-        from kernels.nvfp4 import dequantize, quantize
+          most: Callable[[Tensor], Tensor], by: Any = None) -> Given:
+    """The same by the kernels of NVFP4, bit for bit: one pass over memory, one call a rectangle that lies in one piece in the
+    unsharded tensor. In float32 codes alone are made: the products of that level read them. by: kernels, or their references."""
+    if by is None:
+        from kernels import nvfp4 as by
     given = {"rounding": operand.rounding, "margin": 16.0 / 17.0 if operand.margin else 1.0, "outer": operand.outer,
              "block": operand.block, "noise": key, "signs": signs}
     if operand.outer != 128:
-        turned = x.to(torch.float32) if signs is None else rotate(F.pad(x.to(torch.float32), (0, -x.shape[1] % 16)), signs)
-        given["peak"] = most(turned.abs().amax())
+        given["peak"] = most(by.largest_magnitude(x, signs))
     whole = [(0, x.shape[1], 0)], [(0, len(x), 0)]
     columns, rows = whole if key is None else (place.columns, place.rows)
-    found = [[quantize(x[row:row + r, at:at + n], origin=(first, start), **given) for at, n, start in columns]
-             for row, r, first in rows]
-    values = torch.cat([_beside([dequantize(q, kept) for q in line]) for line in found])
+    width = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
     if kept != torch.float32:
+        values = torch.empty(len(x), width, dtype=kept, device=x.device)
+        for row, r, first in rows:
+            for at, n, start in columns:
+                end = width if at + n == x.shape[1] else at + n
+                by.rounded(x[row:row + r, at:at + n], origin=(first, start), **given, out=values[row:row + r, at:end])
         return Given(values)
-    codes, inner, outer = (torch.cat([_beside([getattr(q, name) for q in line]) for line in found])
+    found = [[by.quantize(x[row:row + r, at:at + n], origin=(first, start), **given) for at, n, start in columns]
+             for row, r, first in rows]
+    codes, inner, outer = (_joined([_joined([getattr(q, name) for q in line], 1) for line in found], 0)
                            for name in ("codes", "inner", "outer"))
     outer = outer if operand.outer == 128 else outer[:1, :1]
-    return Given(values, packed=Quantized(codes, inner, outer, values.shape[1]))
+    return Given(None, packed=Quantized(codes, inner, outer, width))
 
 
 def in_pieces(place: Place | None, key: int | None) -> bool:
@@ -153,8 +175,8 @@ def in_pieces(place: Place | None, key: int | None) -> bool:
     return last % 8 == 0 and all(n % 128 == 0 == start % 8 for _, n, start in before)
 
 
-def _beside(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
+def _joined(tensors: list[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def _key(number: int) -> Tensor:
