@@ -256,7 +256,8 @@ class Case(Row):
     """See the module docstring. `measure`: `loss` runs are deterministic and validated, `speed` runs own the machine.
 
     `codec` runs look at what a codec does to a trained model's messages (suite/measure/captured.py), `collective` runs time one
-    collective of [data.batch x data.seq, hidden] and own the machine (suite/measure/collective.py); both need tp > 1.
+    collective of [data.batch x data.seq, hidden] and own the machine (suite/measure/collective.py); both need tp > 1. `quantize`
+    runs time the precision's quantisers, on one process that owns the machine (suite/measure/quantize.py).
     """
 
     model: str
@@ -271,7 +272,7 @@ class Case(Row):
     optim: Optim = Optim()
     steps: int = Field(50, ge=1)
     seed: int = Field(0, ge=0)
-    measure: Literal["loss", "speed", "codec", "collective"] = "loss"
+    measure: Literal["loss", "speed", "codec", "collective", "quantize"] = "loss"
     implementation: Literal["triaxis", "transformers"] = "triaxis"
     compile: bool | None = None  # none: where the device is a GPU
     init: str | None = None  # path of a checkpoint to start from (ours or Hugging Face safetensors)
@@ -321,7 +322,9 @@ class Case(Row):
             raise ValueError("layout: norm: local changes the model with tp: only a row with measure: speed may time it")
         if self.measure in ("codec", "collective") and self.mesh.tp == 1:
             raise ValueError(f"measure: {self.measure} needs mesh.tp of at least 2: with one process nothing crosses")
-        if self.implementation == "transformers" and self.measure in ("codec", "collective"):
+        if self.measure == "quantize" and self.mesh.ranks > 1:
+            raise ValueError("measure: quantize runs on one process")
+        if self.implementation == "transformers" and self.measure in ("codec", "collective", "quantize"):
             raise ValueError(f"measure: {self.measure} needs implementation: triaxis")
         if self.implementation == "transformers" and self.mesh.ranks > 1:
             raise ValueError("implementation: transformers runs on one process")

@@ -75,14 +75,14 @@ class Launch:
     @property
     def exclusive(self) -> bool:
         """Timed runs own the machine."""
-        return self.case.measure in ("speed", "collective")
+        return self.case.measure in ("speed", "collective", "quantize")
 
 
 def seconds(case: Case, cpus: int = 2) -> float:
     """Estimated seconds of a case without the start of its ranks (formula above)."""
     card = models()[case.model]
-    if case.measure == "collective":
-        values = case.data.batch * case.data.seq * card["hidden"]
+    if case.measure in ("collective", "quantize"):
+        values = case.data.batch * case.data.seq * card["hidden" if case.measure == "collective" else "ffn"]
         return START["cpu"] + values * (case.steps + 3) / TIMED["cpu" if case.link == "gloo" else case.device]
     hidden, head = card["hidden"], card["hidden"] // card["heads"]
     attention = hidden * (2 * hidden + 2 * card["kv_heads"] * head)

@@ -179,7 +179,7 @@ def execute(case: Case, mesh: Mesh, *, progress: Callable[..., None], folder: Pa
     """Every rank of the mesh calls it; rank 0's outcome is the record's. progress(step, steps, loss, tokens_per_second).
     Raises CaseFailed with the reason where the run is no result (NaN loss at a step)."""
     outcome = Outcome()
-    if case.measure in ("codec", "collective"):
+    if case.measure in ("codec", "collective", "quantize"):
         with _numerics(case):
             study(case, mesh, outcome, lambda origin: _trained(origin, mesh, progress))
         return outcome

@@ -33,6 +33,11 @@ class Operand:
     outer: int | str = 128
     block: int = 1
 
+    @property
+    def fusible(self) -> bool:
+        """Whether there are kernels that make it."""
+        return self.format == "nvfp4"
+
 
 MXFP8 = Operand("mxfp8")
 
@@ -111,7 +116,7 @@ def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: int | None 
         x = F.pad(x, (0, -x.shape[1] % 16))  # as FP8 tensor cores want it
         found = _on(x.device, blocks.rows, x.to(torch.float32), operand.format)
         return Given(found.values, None, found.scale, x)
-    if x.is_cuda and operand.format == "nvfp4" and not whole and in_pieces(place, key):
+    if x.is_cuda and operand.fusible and not whole and in_pieces(place, key):
         return fused(x, operand, kept, key, signs, place, most)
     k = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
     padded = k + -k % BLOCK[operand.format]
@@ -145,8 +150,7 @@ def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: int | None, signs
     unsharded tensor. In float32 codes alone are made: the products of that level read them. by: kernels, or their references."""
     if by is None:
         from kernels import nvfp4 as by
-    given = {"rounding": operand.rounding, "margin": 16.0 / 17.0 if operand.margin else 1.0, "outer": operand.outer,
-             "block": operand.block, "noise": key, "signs": signs}
+    given = options(operand, key, signs)
     if operand.outer != 128:
         given["peak"] = most(by.largest_magnitude(x, signs))
     whole = [(0, x.shape[1], 0)], [(0, len(x), 0)]
@@ -165,6 +169,12 @@ def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: int | None, signs
                            for name in ("codes", "inner", "outer"))
     outer = outer if operand.outer == 128 else outer[:1, :1]
     return Given(None, packed=Quantized(codes, inner, outer, width))
+
+
+def options(operand: Operand, key: int | None, signs: int | None) -> dict[str, Any]:
+    """What the kernels of NVFP4 are asked for."""
+    return {"rounding": operand.rounding, "margin": 16.0 / 17.0 if operand.margin else 1.0, "outer": operand.outer,
+            "block": operand.block, "noise": key, "signs": signs}
 
 
 def in_pieces(place: Place | None, key: int | None) -> bool:
