@@ -9,7 +9,7 @@ from suite import pipeline
 
 P = pipeline.Pipeline(config)
 PAGES = {
-    "tables": ["measurements.csv", "communication.csv", "losses.csv", "loss_summary.csv"],
+    "tables": ["measurements.csv", "communication.csv", "losses.csv", "loss_summary.csv", "loss_gaps.csv"],
     "claims": ["claims.csv", "claims.md"],
     "coverage": ["coverage.md"],
     "verdict": ["verdict.md"],

@@ -5,6 +5,7 @@
                         `counted` and what the library's collective moves `modelled` (ring-equivalent): two columns.
     losses.csv          one row a case and loss, with the difference to the same-seed baseline
     loss_summary.csv    one row a case over its seeds (see suite.report.losses)
+    loss_gaps.csv       one row for two methods with a common baseline: the share of a gap that is closed (see suite.report.gaps)
 
 `value` is empty exactly where `status` is not ok or `metric_reason` says why. Rows with a null, NaN, infinite or missing
 column, and an MFU over 100 %, are refused with one line.
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from suite.record import Traffic
-from suite.report import losses
+from suite.report import gaps, losses
 from suite.report.source import Entry, ReportError, columns, main
 from suite.report.write import write_csv
 
@@ -58,7 +59,7 @@ def communication(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 
 def write(results: Path, entries: Sequence[Entry]) -> list[Path]:
-    """Writes the four tables and returns their paths."""
+    """Writes the tables and returns their paths."""
     folder = results / "tables"
     compared = losses.compare(entries)
     family = tuple(c for c in CASE if c != "seed")
@@ -67,6 +68,7 @@ def write(results: Path, entries: Sequence[Entry]) -> list[Path]:
         write_csv(folder / "communication.csv", COMMUNICATION, communication(entries)),
         write_csv(folder / "losses.csv", (*CASE, *losses.CASE_HEADER), losses.case_rows(compared)),
         write_csv(folder / "loss_summary.csv", (*family, *losses.SUMMARY_HEADER), losses.summary_rows(compared)),
+        write_csv(folder / "loss_gaps.csv", (*family, *gaps.HEADER), gaps.rows(entries)),
     ]
 
 
