@@ -189,11 +189,16 @@ def _word(counter: int, key: int) -> int:
     return c0
 
 
-def rotate(x: Tensor, signs: int) -> Tensor:
-    """diag(±1) H / 4 over groups of 16 of the last dimension: butterflies a + b, a - b over strides 1, 2, 4, 8, float32."""
+def factors(signs: int, device: torch.device | str = "cpu") -> Tensor:
+    """diag(±1) / 4 of a rotation: float32 [16]."""
     bits = sign_bits(signs)
-    factor = torch.tensor([-0.25 if bits >> i & 1 else 0.25 for i in range(INNER)], device=x.device)
-    y = x.unflatten(-1, (-1, INNER)) * factor
+    return torch.tensor([-0.25 if bits >> i & 1 else 0.25 for i in range(INNER)], device=device)
+
+
+def rotate(x: Tensor, signs: int | Tensor) -> Tensor:
+    """diag(±1) H / 4 over groups of 16 of the last dimension: butterflies a + b, a - b over strides 1, 2, 4, 8, float32. signs: a
+    key, or its `factors`."""
+    y = x.unflatten(-1, (-1, INNER)) * (signs if isinstance(signs, Tensor) else factors(signs, x.device))
     for stride in (1, 2, 4, 8):
         a, b = y.unflatten(-1, (-1, 2, stride)).unbind(-2)
         y = torch.stack([a + b, a - b], -2).flatten(-3)

@@ -80,6 +80,8 @@ class TetraJet(Fp4):
     osci_period: int = Field(200, ge=1)
     osci_window: int = Field(50, ge=1)
     osci_share: float = Field(1.0, gt=0, le=1)  # of the weights that is watched; 0.1: the memory-efficient variant
+    # by what operands are made on a GPU; the same numbers
+    quantiser: Literal["kernels", "compiled", "eager"] = "kernels"
 
     @model_validator(mode="after")
     def periodic(self) -> TetraJet:

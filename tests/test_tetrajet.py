@@ -186,6 +186,19 @@ def test_the_kernels_formats_are_these(operand, columns, kept):
         assert torch.equal(y, slab_product(there.packed, there.packed, torch.float32))
 
 
+@pytest.mark.parametrize("operand", [Operand("nvfp4"), Operand("nvfp4", block=16), Operand("nvfp4", "stochastic", True, True)])
+def test_what_is_compiled_in_one_gives_the_same(operand):
+    x = torch.randn(64, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
+    key, signs = (5, 7) if operand.hadamard else (None, None)
+    given = {"key": key, "signs": signs, "place": Place([(0, 40, 8), (40, 24, STACK)], [(0, 128, 256), (128, 72, STACK)])}
+    want = quantise(x.t().contiguous().t(), operand, torch.bfloat16, **given).values
+    assert want.shape[1] == (208 if operand.hadamard else 200)
+    assert torch.equal(quantise(x, operand, torch.bfloat16, **given, whole=False, by="compiled").values, want)
+    assert torch.equal(quantise(x, operand, torch.bfloat16, **given, whole=False, by="eager").values, want)
+    with pytest.raises(ValueError, match="quantiser 'quick': expected one of kernels, compiled, eager"):
+        recipe(quantiser="quick")
+
+
 @pytest.mark.parametrize("name", ["tetrajet", "nvfp4"])
 def test_slabs_and_dense_products_agree(name):
     """Level slab is exact in its operands, level emulated rounds them to bfloat16."""

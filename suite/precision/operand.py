@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.nvfp4_reference import Quantized, rotate
+from kernels.nvfp4_reference import Quantized, factors, rotate
 from suite.precision import blocks
 from suite.precision.blocks import Segment
 
 ROWS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+# how operands are made on a GPU: by NVFP4's kernels where there are any; by the plain-torch reference, compiled; by it as it is
+QUANTISERS = ("kernels", "compiled", "eager")
 BLOCK = {"nvfp4": 128, "mxfp4": 32, "mxfp8": 32}  # columns to which an operand is padded
 
 
@@ -107,32 +109,36 @@ def nearness(weight: Tensor, code: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: int | None = None, signs: int | None = None,
-             place: Place | None = None, most: Callable[[Tensor], Tensor] = lambda amax: amax, whole: bool = True) -> Given:
+             place: Place | None = None, most: Callable[[Tensor], Tensor] = lambda amax: amax, whole: bool = True,
+             by: str = "kernels") -> Given:
     """x [r, k] of any strides and float dtype. key: of its noise, for stochastic rounding; signs: of its rotation; most: see
-    blocks.nvfp4. whole: also codes, scales and what was rounded, which only some ask for."""
+    blocks.nvfp4. whole: also codes, scales and what was rounded, which only some ask for. by: see QUANTISERS."""
     if operand.format == "none":
         return Given(x.to(kept))
     if operand.format in ROWS:
         x = F.pad(x, (0, -x.shape[1] % 16))  # as FP8 tensor cores want it
         found = _on(x.device, blocks.rows, x.to(torch.float32), operand.format)
         return Given(found.values, None, found.scale, x)
-    if x.is_cuda and operand.fusible and not whole and in_pieces(place, key):
+    if x.is_cuda and operand.fusible and not whole and by == "kernels" and in_pieces(place, key):
         return fused(x, operand, kept, key, signs, place, most)
+    if operand.fusible and not whole and by == "compiled" and operand.outer == 128 and kept != torch.float32:
+        return Given(in_one(x, operand, kept, key, signs, place))
     k = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
     padded = k + -k % BLOCK[operand.format]
     x = F.pad(x.to(torch.float32), (0, padded - x.shape[1])).contiguous()
     if operand.hadamard:
         x = rotate(x, signs)
-    u = None if key is None else _on(x.device, blocks.uniform, _key(key), place.rows, place.columns, padded, x.device)
+    on = _on if by != "eager" else lambda device, function, *arguments: function(*arguments)
+    u = None if key is None else on(x.device, blocks.uniform, _key(key), place.rows, place.columns, padded, x.device)
     if operand.format == "nvfp4":
         if operand.outer == 128:
-            found = _on(x.device, blocks.nvfp4, x, u, operand.margin, 128, operand.block, None)
+            found = on(x.device, blocks.nvfp4, x, u, operand.margin, 128, operand.block, None)
         else:  # a message lies within: not compiled
             found = blocks.nvfp4(x, u, operand.margin, operand.outer, operand.block, most)
     elif operand.format == "mxfp4":
-        found = _on(x.device, blocks.mxfp4, x, u, not operand.margin)
+        found = on(x.device, blocks.mxfp4, x, u, not operand.margin)
     else:
-        found = _on(x.device, blocks.mxfp8, x)
+        found = on(x.device, blocks.mxfp8, x)
     values = found.values.view(x.shape)[:, :k].to(kept)
     given = Given(values)
     if found.inner is not None:
@@ -142,6 +148,14 @@ def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: int | None 
         codes, scales = (t.expand(found.codes.shape).reshape(x.shape)[:, :k] for t in (found.codes, found.scale))
         given = replace(given, codes=codes, scales=scales, before=x[:, :k])
     return given
+
+
+def in_one(x: Tensor, operand: Operand, kept: torch.dtype, key: int | None, signs: int | None, place: Place | None) -> Tensor:
+    """Values [r, k] by one compiled function, from the cast to the dequantised result."""
+    k = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
+    turn = factors(signs, x.device) if operand.hadamard else None
+    where = (None, [], []) if key is None else (_key(key), place.rows, place.columns)
+    return _on(x.device, blocks.dequantised, x, turn, *where, k, operand.margin, operand.block, kept)
 
 
 def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: int | None, signs: int | None, place: Place | None,
