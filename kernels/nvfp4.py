@@ -15,6 +15,7 @@ architecture and in the interpreter. An outer scale of the whole tensor takes a 
 # ruff: noqa: RUF005
 from __future__ import annotations
 
+import struct
 from functools import lru_cache
 
 import torch
@@ -112,11 +113,13 @@ def blocks_again(x, scales, over, r, c, first, left, short, code_row, scale_row,
 def quantize_kernel(x, scale, over, peak, codes, inner, outer, out, signs, seed_low, seed_high, middle, first_row, first_column,
                     rows, columns, width, pitch, stride, scale_row, over_row, over_column, tiles, across, A: tl.constexpr,
                     B: tl.constexpr, TURNS: tl.constexpr, ALONG: tl.constexpr, AGAIN: tl.constexpr, ROTATED: tl.constexpr,
-                    TALL: tl.constexpr, TENSOR: tl.constexpr, SEARCH: tl.constexpr, CHANCE: tl.constexpr, MARGIN: tl.constexpr,
+                    TALL: tl.constexpr, TENSOR: tl.constexpr, SEARCH: tl.constexpr, APART: tl.constexpr, CHANCE: tl.constexpr,
+                    MARGIN: tl.constexpr,
                     ALL: tl.constexpr, PART: tl.constexpr, SIX: tl.constexpr, SIXTH: tl.constexpr, WIDTH: tl.constexpr,
                     FULL: tl.constexpr, PAIRS: tl.constexpr, HARDWARE: tl.constexpr, FUSED: tl.constexpr):
     """A tile is A rows of B blocks, or, where the operand lies transposed, 8 blocks of B rows. AGAIN: x are codes whose transpose
-    is quantised. SEARCH: only the peak is sought. Written are codes and scales, or `out`, what they stand for."""
+    is quantised. SEARCH: only the peak is sought. Written are codes and scales, or `out`, what they stand for;
+    APART: out without the outer scales, and these beside it."""
     ROWS: tl.constexpr = A if ALONG else B
     COLUMNS: tl.constexpr = 16 * B if ALONG else 128
     first = tl.program_id(0) // across * (TURNS * ROWS)
@@ -162,7 +165,7 @@ def quantize_kernel(x, scale, over, peak, codes, inner, outer, out, signs, seed_
                 n, p = nearest(z)
             shown = tl.where(good, o, float("nan"))
             if out is not None:
-                found = values(z, n, p, s, shown, out.dtype.element_ty, CHANCE)
+                found = values(z, n, p, s, tl.full([A, B], 1.0, tl.float32) if APART else shown, out.dtype.element_ty, CHANCE)
                 if not ALONG:
                     found = tl.permute(found, (1, 0, 2))
                 found = tl.reshape(found, (ROWS, COLUMNS))
@@ -172,14 +175,15 @@ def quantize_kernel(x, scale, over, peak, codes, inner, outer, out, signs, seed_
                     tl.store(here, found)
                 else:
                     tl.store(here, found, mask=(r < left)[:, None] & (column + side < width)[None, :])
-            else:
+            if out is None or APART:
                 head = row.to(tl.int64) * tiles
                 inside = (down < left) & (column + at < tiles * 128)
-                two = words(z, n, p, good, CHANCE, FUSED)
                 place = down * (tiles * 16) + at // 8
-                tl.store(codes + (head * 16 + column // 8) + place[:, :, None] + tl.arange(0, 2)[None, None, :], two,
-                         mask=inside[:, :, None])
-                tl.store(inner + (head * 8 + column // 16) + place // 2, code.to(tl.uint8), mask=inside)
+                if not APART:
+                    two = words(z, n, p, good, CHANCE, FUSED)
+                    tl.store(codes + (head * 16 + column // 8) + place[:, :, None] + tl.arange(0, 2)[None, None, :], two,
+                             mask=inside[:, :, None])
+                    tl.store(inner + (head * 8 + column // 16) + place // 2, code.to(tl.uint8), mask=inside)
                 inside &= at % 128 == 0
                 if TENSOR:
                     tl.store(outer + place * 0, shown, mask=inside & (row + down == 0) & (column + at == 0))
@@ -211,12 +215,12 @@ def _steps(q: Quantized) -> dict[str, int]:
 
 def _rounded(number: float) -> float:
     """To float32."""
-    return torch.tensor(number, dtype=torch.float32).item()
+    return struct.unpack("f", struct.pack("f", number))[0]
 
 
 @lru_cache(maxsize=4096)
 def _plan(rows: int, columns: int, along: bool, again: bool, itemsize: int, even: bool, margin: float, tall: bool, tensor: bool,
-          search: bool, chance: bool, rotated: bool) -> tuple:
+          search: bool, apart: bool, chance: bool, rotated: bool) -> tuple:
     """(programs, programs side by side, constants, those of an architecture): the same for every operand of a shape."""
     tiles = triton.cdiv(columns, OUTER)
     if along:
@@ -230,8 +234,8 @@ def _plan(rows: int, columns: int, along: bool, again: bool, itemsize: int, even
     full = rows % here == 0 and columns % OUTER == 0 and not again
     constants = Kept({
         "A": a, "B": b, "TURNS": turns, "ALONG": along, "AGAIN": again, "ROTATED": rotated, "TALL": tall, "TENSOR": tensor,
-        "SEARCH": search, "CHANCE": chance, "MARGIN": margin < 1.0, "ALL": top, "PART": 1.0 / top, "SIX": six, "SIXTH": 1.0 / six,
-        "WIDTH": 16 // itemsize, "FULL": full, "PAIRS": full and along and itemsize == 2 and even})
+        "SEARCH": search, "APART": apart, "CHANCE": chance, "MARGIN": margin < 1.0, "ALL": top, "PART": 1.0 / top, "SIX": six,
+        "SIXTH": 1.0 / six, "WIDTH": 16 // itemsize, "FULL": full, "PAIRS": full and along and itemsize == 2 and even})
     by_arch = {"HARDWARE": lambda arch: arch >= HARDWARE, "FUSED": lambda arch: arch > 0}
     return (triton.cdiv(rows, here * turns) * across,), across, constants, by_arch
 
@@ -248,7 +252,7 @@ def quantize_launch(x: Tensor | Quantized, codes: Tensor | None = None, inner: T
     even = along and x.stride(0) % 2 == 0 and (x.storage_offset() * 2 if x.is_meta else x.data_ptr()) % 4 == 0
     size = 4 if again else x.element_size()
     grid, across, constants, by_arch = _plan(rows, columns, along, again, size, even, margin, block > 1, peak is not None, search,
-                                             noise is not None, signs is not None)
+                                             out is not None and outer is not None, noise is not None, signs is not None)
     arguments = {"x": x.codes if again else x, "scale": x.inner.view(torch.uint8) if again else None,
                  "over": x.outer if again else None, "peak": peak, "codes": None if codes is None else codes.view(torch.int32),
                  "inner": inner, "outer": outer, "out": out, "signs": 0 if signs is None else sign_bits(signs), **_halves(noise),
@@ -302,6 +306,29 @@ def rounded(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: in
         x, options = _readable(x), {"margin": margin, "block": block, "noise": noise, "signs": signs, "origin": origin}
         quantize_launch(x, out=found, **options, peak=_held(x, outer, peak, signs)).run()
     return found
+
+
+def inner_values(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
+                 noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0),
+                 peak: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(codes times inner scales of quantize(x, ...), bfloat16 [r, K], exact; outer scales, float32 [r, K/128] or [1, 1]).
+
+    What products over slabs multiply. K: k filled up with zeros to a multiple of 128. out: as in `rounded`. Raises ValueError
+    for what does not fit.
+    """
+    checked(x, rounding, margin, outer, block, noise, origin)
+    tiles = -(-x.shape[1] // OUTER)
+    found = torch.empty(len(x), tiles * OUTER, dtype=torch.bfloat16, device=x.device) if out is None else out
+    if found.dtype != torch.bfloat16 or found.shape != (len(x), tiles * OUTER) or (found.numel() and found.stride(1) != 1):
+        wanted = f"bfloat16 {(len(x), tiles * OUTER)} with contiguous rows"
+        raise ValueError(f"nvfp4: out {found.dtype} {tuple(found.shape)}: expected {wanted}")
+    over = torch.empty((1, 1) if outer == "tensor" else (len(x), tiles), device=x.device)
+    if not found.numel():
+        over.fill_(1.0)
+    else:
+        x, options = _readable(x), {"margin": margin, "block": block, "noise": noise, "signs": signs, "origin": origin}
+        quantize_launch(x, outer=over, out=found, **options, peak=_held(x, outer, peak, signs)).run()
+    return found, over
 
 
 def largest_magnitude(x: Tensor, signs: int | None = None) -> Tensor:

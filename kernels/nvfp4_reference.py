@@ -119,6 +119,15 @@ def nvfp4_rounded(x: Tensor, rounding: str = "nearest", margin: float = 1.0, out
     return found.dequantize(dtype) if out is None else out.copy_(found.dequantize(out.dtype))
 
 
+def inner_values(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
+                 noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0),
+                 peak: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See kernels.nvfp4.inner_values."""
+    q = nvfp4_quantize(x, rounding, margin, outer, block, noise, signs=signs, origin=origin, peak=peak)
+    values = q.values().to(torch.bfloat16)
+    return values if out is None else out.copy_(values), q.outer
+
+
 def largest_magnitude(x: Tensor, signs: int | None = None) -> Tensor:
     """See kernels.nvfp4.largest_magnitude."""
     x = x.to(torch.float32)
@@ -140,9 +149,14 @@ def nvfp4_requantize(given: Quantized, rounding: str = "nearest", margin: float 
 def slab_product(a: Quantized, b: Quantized, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """See kernels.nvfp4_product.slab."""
     fits(a, b)
-    left, right = (q.values().view(len(q.codes), q.codes.shape[1] * 2 // OUTER, OUTER) for q in (a, b))
-    over, under = (q.outer.expand(len(q.codes), left.shape[1]) for q in (a, b))
-    total = torch.zeros(len(a.codes), len(b.codes), device=a.codes.device)
+    return slab_values(a.values(), a.outer, b.values(), b.outer, dtype)
+
+
+def slab_values(a: Tensor, a_outer: Tensor, b: Tensor, b_outer: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """See kernels.nvfp4_product.slab_values."""
+    left, right = (x.to(torch.float32).view(len(x), x.shape[1] // OUTER, OUTER) for x in (a, b))
+    over, under = (outer.expand(len(x), left.shape[1]) for x, outer in ((a, a_outer), (b, b_outer)))
+    total = torch.zeros(len(a), len(b), device=a.device)
     for n in range(left.shape[1]):
         total = total + (left[:, n] @ right[:, n].t()) * over[:, n, None] * under[None, :, n]
     return total.to(dtype)

@@ -287,6 +287,26 @@ def _slab_launch(a: nvfp4_reference.Quantized, b: nvfp4_reference.Quantized, dty
     return nvfp4_product.launch(a, b, torch.empty(len(a.codes), len(b.codes), dtype=dtype, device=a.codes.device))
 
 
+def _inner_launch(x: Tensor, rounding: str = "", **options) -> Launch:
+    tiles = -(-x.shape[1] // 128)
+    outer, out = torch.empty(len(x), tiles, device=x.device), torch.empty(len(x), tiles * 128, dtype=BF16, device=x.device)
+    return nvfp4.quantize_launch(x, outer=outer, out=out, **options)
+
+
+def value_inputs(rows: int, columns: int, width: int, device: str, seed: int) -> dict[str, Any]:
+    """Codes times inner scales, and outer scales, of [rows, width] and [columns, width]."""
+    found: dict[str, Any] = {"dtype": BF16}
+    for n, (name, r) in enumerate((("a", rows), ("b", columns))):
+        x = _normal((r, width), BF16, device, seed + n)
+        made = nvfp4_reference.inner_values(x) if device != "meta" else (x, torch.empty(r, width // 128, device=device))
+        found |= dict(zip((name, f"{name}_outer"), made))
+    return found
+
+
+def _values_launch(a: Tensor, a_outer: Tensor, b: Tensor, b_outer: Tensor, dtype: torch.dtype) -> Launch:
+    return nvfp4_product.values_launch(a, a_outer, b, b_outer, torch.empty(len(a), len(b), dtype=dtype, device=a.device))
+
+
 def _nvfp4(model: str, rows: int, columns: int) -> list[Entry]:
     """An operand to nearest, one of the backward, and one that lies transposed: as codes, and as the bfloat16 they stand for."""
     def entry(what: str, kind: str, turned: bool, options: dict[str, Any], launch: Callable) -> Entry:
@@ -314,6 +334,11 @@ def _nvfp4_beside(model: str, rows: int, columns: int) -> list[Entry]:
         Entry(f"nvfp4.largest_magnitude/{name}", nvfp4.largest_magnitude, nvfp4_reference.largest_magnitude,
               lambda *place: nvfp4_inputs(rows, columns, False, {"signs": BACK["signs"]}, *place), _largest_launch, plain + 4, True,
               255),
+        Entry(f"nvfp4.inner_values/{name}", nvfp4.inner_values, nvfp4_reference.inner_values,
+              partial(nvfp4_inputs, rows, columns, False, BACK), _inner_launch, 2 * plain + rows * columns // 32, True, 255),
+        Entry(f"nvfp4_product.slab_values/{name}x{columns}", nvfp4_product.slab_values, nvfp4_reference.slab_values,
+              partial(value_inputs, rows, columns, columns), _values_launch,
+              2 * plain + 2 * columns * columns + (rows + columns) * columns // 32, True, 255),
         Entry(f"nvfp4_product.slab/{name}x{columns}", nvfp4_product.slab, nvfp4_reference.slab_product,
               lambda device, seed: {"a": quantized(rows, columns, device, seed), "b": quantized(columns, columns, device, seed + 1),
                                     "dtype": BF16}, _slab_launch, packed + columns * columns * 76 // 128 + plain, True, 255)]

@@ -81,6 +81,10 @@ def check(device: str, dtype: torch.dtype, rows: int, columns: int, options: dic
         got, known = nvfp4.dequantize(want, kind), want.dequantize(kind)
         assert got.dtype == kind and torch.equal(got.isnan(), known.isnan())
         assert torch.equal(got.nan_to_num(0.0), known.nan_to_num(0.0))
+    values, over = nvfp4.inner_values(x, **options)
+    assert values.dtype == torch.bfloat16 and torch.equal(over.nan_to_num(0.0), want.outer.nan_to_num(0.0))
+    hidden = over.isnan().expand(rows, values.shape[1] // 128).repeat_interleave(128, 1)  # where anything may stand
+    assert torch.equal(values.float().masked_fill(hidden, 0.0), want.values().masked_fill(hidden, 0.0))
     among = torch.zeros(rows, 3 * known.shape[1], dtype=known.dtype, device=device)  # 16 bytes do not fit its columns
     nvfp4.rounded(x, **options, out=among[:, known.shape[1]:-known.shape[1]])
     assert torch.equal(among.nan_to_num(0.0), torch.nn.functional.pad(known.nan_to_num(0.0), (known.shape[1],) * 2))

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 from tetrajet_checks import free, given, noise, product, recipe, whole
 
-from kernels.nvfp4_reference import largest_magnitude, nvfp4_rounded, slab_product
+from kernels.nvfp4_reference import inner_values, largest_magnitude, nvfp4_rounded, slab_product
 from kernels.reference import nvfp4_quantize
 from suite.precision.level import product as product_at
 from suite.precision.linear import STACK, _backward
@@ -177,9 +177,14 @@ def test_the_kernels_formats_are_these(operand, columns, kept):
     place = Place(rows, columns)
     assert in_pieces(place, key)
     here = quantise(x, operand, kept, key=key, signs=signs, place=place)
-    by = SimpleNamespace(quantize=nvfp4_quantize, rounded=nvfp4_rounded, largest_magnitude=largest_magnitude)
-    there = fused(x, operand, kept, key, signs, place, lambda amax: amax, by)
-    assert torch.equal(here.values, there.dense())
+    by = SimpleNamespace(quantize=nvfp4_quantize, rounded=nvfp4_rounded, largest_magnitude=largest_magnitude,
+                         inner_values=inner_values)
+    there = fused(x, operand, kept, key, signs, place, lambda amax: amax, True, by)
+    assert torch.equal(here.values, there.dense()) and there.rows == 64
+    if kept == torch.float32:
+        apart = fused(x, operand, kept, key, signs, place, lambda amax: amax, False, by)
+        assert torch.equal(apart.dense(), here.values) and torch.equal(apart.inner.float(), here.inner) and apart.rows == 64
+        assert torch.equal(product_at("slab", apart, apart, torch.float32), product_at("slab", here, here, torch.float32))
     if kept == torch.float32:
         assert torch.equal(here.inner, there.packed.values())
         y = product_at("slab", here, here, torch.float32)

@@ -105,7 +105,7 @@ class Call:
         key = self.key(which) if operand.rounding == "stochastic" else None
         watchers = [one for one in self.recipe.watchers if getattr(one, "at", None) in (None, self.wire.key.step)]
         given = quantise(x, operand, self.recipe.kept, key=key, signs=way, place=Place(rows, columns), most=self.most,
-                         whole=bool(watchers), by=self.recipe.quantiser)
+                         whole=bool(watchers), by=self.recipe.quantiser, packed=self.recipe.level == "native")
         for watcher in watchers:
             watcher.operand(self, number, operand, x, given)
         return given

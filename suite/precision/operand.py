@@ -57,8 +57,8 @@ class Given:
     """values [r, k]: dequantised, in the dtype of the product (None where there is `packed` alone); of e4m3 and e5m2 the codes in
     their own dtype, with a scale a row.
     codes, scales: of every element, float32 [r, k]; before: what was rounded, rotated where it is. These only where asked for.
-    inner [r, K], outer [r, K / 128]: codes times inner scales, and outer scales, K whole blocks (nvfp4); packed: the same as the
-    kernels hold it."""
+    inner [r, K], outer [r, K / 128]: codes times inner scales, float32 or bfloat16, and outer scales, K whole blocks (nvfp4);
+    columns: of K those with data; packed: the same as the kernels hold it."""
 
     values: Tensor | None
     codes: Tensor | None = None
@@ -67,6 +67,7 @@ class Given:
     inner: Tensor | None = None
     outer: Tensor | None = None
     packed: Quantized | None = None
+    columns: int | None = None
 
     @property
     def by_rows(self) -> bool:
@@ -74,9 +75,11 @@ class Given:
 
     @property
     def rows(self) -> int:
-        return len(self.packed.codes if self.values is None else self.values)
+        return len(next(one for one in (self.values, self.inner, self.packed and self.packed.codes) if one is not None))
 
     def dense(self) -> Tensor:
+        if self.values is None and self.packed is None:
+            return (self.inner.view(*self.outer.shape, 128) * self.outer[..., None]).flatten(1)[:, :self.columns].contiguous()
         if self.values is None:
             return dequantise(self.packed)
         return self.values.to(torch.float32) * self.scales if self.by_rows else self.values
@@ -110,9 +113,10 @@ def nearness(weight: Tensor, code: Tensor, scale: Tensor) -> Tensor:
 
 def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: int | None = None, signs: int | None = None,
              place: Place | None = None, most: Callable[[Tensor], Tensor] = lambda amax: amax, whole: bool = True,
-             by: str = "kernels") -> Given:
+             by: str = "kernels", packed: bool = True) -> Given:
     """x [r, k] of any strides and float dtype. key: of its noise, for stochastic rounding; signs: of its rotation; most: see
-    blocks.nvfp4. whole: also codes, scales and what was rounded, which only some ask for. by: see QUANTISERS."""
+    blocks.nvfp4. whole: also codes, scales and what was rounded, which only some ask for. by: see QUANTISERS. packed: of kernels
+    in float32, as codes; else as codes times inner scales."""
     if operand.format == "none":
         return Given(x.to(kept))
     if operand.format in ROWS:
@@ -120,7 +124,7 @@ def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: int | None 
         found = _on(x.device, blocks.rows, x.to(torch.float32), operand.format)
         return Given(found.values, None, found.scale, x)
     if x.is_cuda and operand.fusible and not whole and by == "kernels" and in_pieces(place, key):
-        return fused(x, operand, kept, key, signs, place, most)
+        return fused(x, operand, kept, key, signs, place, most, packed)
     if operand.fusible and not whole and by == "compiled" and operand.outer == 128 and kept != torch.float32:
         return Given(in_one(x, operand, kept, key, signs, place))
     k = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
@@ -159,9 +163,9 @@ def in_one(x: Tensor, operand: Operand, kept: torch.dtype, key: int | None, sign
 
 
 def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: int | None, signs: int | None, place: Place | None,
-          most: Callable[[Tensor], Tensor], by: Any = None) -> Given:
+          most: Callable[[Tensor], Tensor], packed: bool = True, by: Any = None) -> Given:
     """The same by the kernels of NVFP4, bit for bit: one pass over memory, one call a rectangle that lies in one piece in the
-    unsharded tensor. In float32 codes alone are made: the products of that level read them. by: kernels, or their references."""
+    unsharded tensor. In float32 alone is made what the products of that level read. by: kernels, or their references."""
     if by is None:
         from kernels import nvfp4 as by
     given = options(operand, key, signs)
@@ -177,6 +181,14 @@ def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: int | None, signs
                 end = width if at + n == x.shape[1] else at + n
                 by.rounded(x[row:row + r, at:at + n], origin=(first, start), **given, out=values[row:row + r, at:end])
         return Given(values)
+    if not packed:
+        values = torch.empty(len(x), width + -width % 128, dtype=torch.bfloat16, device=x.device)
+        over = [[by.inner_values(x[row:row + r, at:at + n], origin=(first, start), **given,
+                                 out=values[row:row + r, at:at + n + -n % 128])[1] for at, n, start in columns]
+                for row, r, first in rows]
+        outer = _joined([_joined(line, 1) for line in over], 0)[:len(x) if operand.outer == 128 else 1]
+        outer = outer if operand.outer == 128 else outer[:, :1].expand(len(x), values.shape[1] // 128)
+        return Given(None, inner=values, outer=outer, columns=width)
     found = [[by.quantize(x[row:row + r, at:at + n], origin=(first, start), **given) for at, n, start in columns]
              for row, r, first in rows]
     codes, inner, outer = (_joined([_joined([getattr(q, name) for q in line], 1) for line in found], 0)
