@@ -10,7 +10,7 @@ from suite import pipeline
 
 P = pipeline.Pipeline(config)
 PAGES = {
-    "tables": ["measurements.csv", "communication.csv", "losses.csv", "loss_summary.csv", "layouts.csv"],
+    "tables": ["measurements.csv", "communication.csv", "losses.csv", "loss_summary.csv", "loss_gaps.csv", "layouts.csv"],
     "claims": ["claims.csv", "claims.md"],
     "coverage": ["coverage.md"],
     "verdict": ["verdict.md"],

@@ -233,6 +233,8 @@ def exchange(x: Tensor, out: Tensor, slots: Tensor, flags: Tensor, rank: int, gr
     return out
 
 
-def loopback(x: Tensor, out: Tensor, slot: Tensor, slots: Tensor, flags: Tensor, group: int = 128, **options: Any) -> Tensor:
-    """An exchange of a rank with itself alone: what one process can time. x, out [1, n], slot uint8 [slot_bytes(n)] at slots[0]."""
+def loopback(x: Tensor, out: Tensor, slot: Tensor, raised: Tensor, slots: Tensor, flags: Tensor, group: int = 128,
+             **options: Any) -> Tensor:
+    """An exchange of a rank with itself alone, which one process can time. x, out [1, n]; slot uint8 [slot_bytes(n)] and raised
+    int32 [ROUNDS, WIDTH] lie at slots[0] and flags[0]."""
     return exchange(x, out, slots, flags, 0, group, **options)

@@ -1,134 +1,194 @@
 """NVFP4 as fused kernels: one pass over memory to quantise, rotated or not, and one back; formulas in kernels/nvfp4_reference.py.
 
     quantize     x [r, k] -> codes, scales         a transposed x is read as it lies, its contraction down the columns
+    rounded      x [r, k] -> what they stand for   the same, and no code crosses memory: bfloat16 is read and written
     dequantize   codes, scales -> [r, k]           in float32 or bfloat16
     requantize   codes, scales [r, k] -> those of the transpose [k, r], rotated where asked: what a forward product used, cut
                  along the other axis; no value in between crosses memory
 
-A program holds [ROWS, 128]: whole outer blocks. Quotients are correctly rounded, contraction is off, codes are made in integer
-arithmetic: the reference's bits on every architecture, and in the interpreter. An outer scale of the whole tensor takes a pass
-of its own before, for the largest magnitude.
+A program goes through TURNS tiles of whole outer blocks, below one another; a thread holds whole blocks of 16, and 8 threads an
+outer block (kernels/nvfp4_tile.py). It is instructions that bound these kernels, about 17 an element to nearest and 26 rotated and
+by chance on sm_90 (tests count them), where a copy at full speed leaves time for 31. Results have the reference's bits on every
+architecture and in the interpreter. An outer scale of the whole tensor takes a pass of its own before, for the largest magnitude.
 """
+# Triton has no starred tuples:
+# ruff: noqa: RUF005
 from __future__ import annotations
 
-from typing import Any
+import struct
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import nvfp4_reference
-from kernels.float8 import from_code, to_code
-from kernels.launch import Launch
-from kernels.nvfp4_reference import INNER, OUTER, SMALL, SMALLEST, TOP_CODE, TOP_SCALE, Quantized, checked, sign_bits
-from kernels.taco_tile import butterflies
+from kernels.float8 import from_code
+from kernels.launch import Kept, Launch
+from kernels.nvfp4_reference import INNER, OUTER, TOP_CODE, TOP_SCALE, Quantized, checked, sign_bits
+from kernels.nvfp4_tile import (
+    by_chance,
+    divided,
+    eight,
+    four,
+    largest,
+    nearest,
+    noise,
+    number,
+    scales,
+    shared,
+    tall,
+    turned,
+    values,
+    words,
+)
 
-ROWS, WARPS = 16, 4
+TURNS = 4  # tiles of a program, below one another
+BLOCKS, BESIDE, WARPS = 256, 32, 4  # a tile: blocks of 16, or rows of a transposed operand
+ROWS = 16  # of a program that dequantises
+HARDWARE = 89  # the architecture from which E4M3 is converted by an instruction
 DTYPES = (torch.bfloat16, torch.float32)
-_SMALL, _SMALLEST, _TOP_SCALE = tl.constexpr(SMALL), tl.constexpr(SMALLEST), tl.constexpr(TOP_SCALE)
-INFINITE = tl.constexpr(0x7F800000)
-MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2^23: added to a small number, it leaves the nearest integer in the lowest bits
 
 
 @triton.jit
-def number(code):
-    """E2M1 codes, integers 0 to 15 -> float32."""
-    e, m = (code >> 1) & 3, code & 1
-    bits = tl.where(e > 0, ((e + 126) << 23) | (m << 22), m * 0x3F000000)
-    return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def turned(x, signs, ROWS: tl.constexpr):
-    """[ROWS, 128] float32 rotated over groups of 16."""
-    lane = tl.arange(0, 128)[None, :] % 16
-    x = tl.where(((signs >> lane) & 1) != 0, x * -0.25, x * 0.25)
-    return tl.reshape(butterflies(tl.reshape(x, (ROWS * 8, 16)), ROWS * 8, 16, 0, 4), (ROWS, 128))
-
-
-@triton.jit
-def stored(codes, inner, outer, r, c, mask, code_row, code_column, scale_row, scale_column, over_row, over_column):
-    """What the codes at (r, c) stand for; the strides are those of bytes, inner and outer scales along rows and columns."""
-    byte = tl.load(codes + r * code_row + c // 2 * code_column, mask=mask, other=0).to(tl.int32)
-    s = from_code(tl.load(inner + r * scale_row + c // 16 * scale_column, mask=mask, other=0), tl.float32, 3, -6, False)
+def stored(codes, inner, outer, r, c, mask, code_row, scale_row, over_row, over_column):
+    """What the codes at (r, c) stand for; the strides are those of rows, and the outer scales' along columns."""
+    byte = tl.load(codes + r * code_row + c // 2, mask=mask, other=0).to(tl.int32)
+    s = from_code(tl.load(inner + r * scale_row + c // 16, mask=mask, other=0), tl.float32, 3, -6, False)
     o = tl.load(outer + r * over_row + c // 128 * over_column, mask=mask, other=0.0)
-    return number((byte >> ((c % 2) * 4).to(tl.int32)) & 15) * s * o
+    return number((byte >> c.to(tl.int32) % 2 * 4) & 15) * s * o
 
 
-@triton.jit(do_not_specialize=["signs", "seed_low", "seed_high", "first_row", "first_column", "rows", "columns"])
-def quantize_kernel(x, scales, over, peak, codes, inner, outer, signs, seed_low, seed_high, first_row, first_column, rows, columns,
-                    x_row, x_column, scale_row, over_row, over_column, tiles, ROWS: tl.constexpr, AGAIN: tl.constexpr,
-                    ROTATED: tl.constexpr, TALL: tl.constexpr, TENSOR: tl.constexpr, SEARCH: tl.constexpr, CHANCE: tl.constexpr,
-                    UP: tl.constexpr, ALL: tl.constexpr, SIX: tl.constexpr):
-    """AGAIN: x are codes whose transpose is quantised, with `scales` and `over`. SEARCH: only the peak is sought."""
-    start = tl.program_id(0) // tiles * ROWS
-    tile = tl.program_id(0) % tiles
-    place = start + tl.arange(0, ROWS)
-    r = place.to(tl.int64)[:, None]
-    c = (tile * 128 + tl.arange(0, 128)).to(tl.int64)[None, :]
-    mask = (r < rows) & (c < columns)
-    if AGAIN:
-        v = stored(x, scales, over, c, r, mask, x_row, 1, scale_row, 1, over_row, over_column)
+@triton.jit
+def blocks_along(x, r, c, rows, columns, x_row, WIDTH: tl.constexpr, FULL: tl.constexpr,
+                 PAIRS: tl.constexpr):
+    """16 of [A, B] float32: rows r [A], blocks of 16 from columns c [B] on. A thread loads WIDTH neighbours at a time, 16 bytes."""
+    v = ()
+    for n in tl.static_range(16 // WIDTH):
+        if PAIRS:
+            side = c[None, :, None] // 2 + tl.arange(0, 4)[None, None, :]
+            word = four(tl.load((x + n * WIDTH).to(tl.pointer_type(tl.int32)) + r[:, None, None] * (x_row // 2) + side))
+            for i in tl.static_range(4):
+                v = v + ((word[i] << 16).to(tl.float32, bitcast=True), (word[i] & -65536).to(tl.float32, bitcast=True))
+        else:
+            column = c[None, :, None] + n * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+            place = r[:, None, None] * x_row + column
+            if FULL:
+                piece = tl.load(x + place)
+            else:
+                piece = tl.load(x + place, mask=(r < rows)[:, None, None] & (column < columns), other=0.0)
+            if WIDTH == 8:
+                v = v + eight(piece.to(tl.float32))
+            else:
+                v = v + four(piece.to(tl.float32))
+    return v
+
+
+@triton.jit
+def blocks_down(x, r, c, rows, columns, x_column, FULL: tl.constexpr):
+    """16 of [8, B] float32 where rows r [B] lie beside one another: blocks of 16 from columns c [8] on."""
+    v = ()
+    for i in tl.static_range(16):
+        place = (c + i)[:, None] * x_column + r[None, :]
+        if FULL:
+            found = tl.load(x + place)
+        else:
+            found = tl.load(x + place, mask=(c + i < columns)[:, None] & (r < rows)[None, :], other=0.0)
+        v = v + (found.to(tl.float32),)
+    return v
+
+
+@triton.jit
+def blocks_again(x, scales, over, r, c, first, left, short, code_row, scale_row, over_row, over_column):
+    """As `blocks_down`, of what codes stand for whose transpose is quantised: from row `first` on, a multiple of 16, of it."""
+    v = ()
+    for i in tl.static_range(16):
+        down = (c + i)[:, None]
+        mask = (c + i < short)[:, None] & (r < left)[None, :]
+        v = v + (stored(x, scales, over, down, (first + r)[None, :], mask, code_row, scale_row, over_row, over_column),)
+    return v
+
+
+@triton.jit(do_not_specialize=["signs", "seed_low", "seed_high", "middle", "first_row", "first_column", "rows", "columns"])
+def quantize_kernel(x, scale, over, peak, codes, inner, outer, out, signs, seed_low, seed_high, middle, first_row, first_column,
+                    rows, columns, width, pitch, stride, scale_row, over_row, over_column, tiles, across, A: tl.constexpr,
+                    B: tl.constexpr, TURNS: tl.constexpr, ALONG: tl.constexpr, AGAIN: tl.constexpr, ROTATED: tl.constexpr,
+                    TALL: tl.constexpr, TENSOR: tl.constexpr, SEARCH: tl.constexpr, APART: tl.constexpr, CHANCE: tl.constexpr,
+                    MARGIN: tl.constexpr,
+                    ALL: tl.constexpr, PART: tl.constexpr, SIX: tl.constexpr, SIXTH: tl.constexpr, WIDTH: tl.constexpr,
+                    FULL: tl.constexpr, PAIRS: tl.constexpr, HARDWARE: tl.constexpr, FUSED: tl.constexpr):
+    """A tile is A rows of B blocks, or, where the operand lies transposed, 8 blocks of B rows. AGAIN: x are codes whose transpose
+    is quantised. SEARCH: only the peak is sought. Written are codes and scales, or `out`, what they stand for;
+    APART: out without the outer scales, and these beside it."""
+    ROWS: tl.constexpr = A if ALONG else B
+    COLUMNS: tl.constexpr = 16 * B if ALONG else 128
+    first = tl.program_id(0) // across * (TURNS * ROWS)
+    column = tl.program_id(0) % across * COLUMNS
+    r = tl.arange(0, ROWS)
+    c = tl.arange(0, COLUMNS // 16) * 16
+    if ALONG:
+        down, at = r[:, None], c[None, :]
     else:
-        v = tl.load(x + r * x_row + c * x_column, mask=mask, other=0.0).to(tl.float32)
-    if ROTATED:
-        v = turned(v, signs, ROWS)
-    groups = tl.reshape(v, (ROWS, 8, 16))
-    # magnitudes in the order of their bits: a NaN is above all
-    bits = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
-    if SEARCH:
-        tl.atomic_max(peak, tl.max(tl.max(bits, 1), 0))
-    else:
-        if TALL:
-            tall = tl.max(tl.reshape(bits, (ROWS // 16, 16, 8)), 1)
-            bits = tl.reshape(tl.broadcast_to(tall[:, None, :], (ROWS // 16, 16, 8)), (ROWS, 8))
-        if TENSOR:
-            most = tl.load(peak) + tl.zeros([ROWS], tl.int32)
+        down, at = r[None, :], c[:, None]
+    short = columns - column
+    for turn in tl.range(tl.minimum(TURNS, tl.cdiv(rows - first, ROWS))):
+        row = first + turn * ROWS
+        left = rows - row
+        if AGAIN:
+            begin = column.to(tl.int64)
+            v = blocks_again(x + begin * stride, scale + begin * scale_row, over + begin * over_row, r, c, row, left, short, stride,
+                             scale_row, over_row, over_column)
+        elif ALONG:
+            v = blocks_along(x + row.to(tl.int64) * stride + column, r, c, left, short, stride, WIDTH, FULL, PAIRS)
         else:
-            most = tl.max(bits, 1)
-        good = most < INFINITE
-        top = tl.where(good, most, 0).to(tl.float32, bitcast=True)
-        o = tl.maximum(tl.div_rn(top, tl.full([ROWS], ALL, tl.float32)), _SMALLEST)
-        o = tl.where(top == 0.0, 1.0, o)
-        amax = tl.where(good[:, None], bits, 0).to(tl.float32, bitcast=True)
-        t = tl.div_rn(amax, tl.broadcast_to(o[:, None], (ROWS, 8)))
-        t = tl.minimum(tl.div_rn(t, tl.full([ROWS, 8], SIX, tl.float32)), _TOP_SCALE)
-        s = to_code(t, 3, -6, False).to(tl.int32)
-        if UP:
-            steps = t * 512.0
-            whole = steps.to(tl.int32)
-            s = tl.where(t < _SMALL, whole + (whole.to(tl.float32) < steps).to(tl.int32), s)
-        s = tl.maximum(s, 1)
-        d = from_code(s, tl.float32, 3, -6, False) * o[:, None]
-        z = tl.div_rn(groups, tl.broadcast_to(d[:, :, None], (ROWS, 8, 16)))
-        z = tl.reshape(tl.where(good[:, None, None], z, 0.0), (ROWS, 128))
-        a = tl.minimum(tl.abs(z), 6.0)
-        e = (tl.maximum(a, 1.0).to(tl.int32, bitcast=True) >> 23) - 127
-        k = a * ((128 - e) << 23).to(tl.float32, bitcast=True)
-        if CHANCE:
-            seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True).to(tl.uint64)
-            group = (first_column // 8 + tile * 16 + tl.arange(0, 16)).to(tl.uint32)[None, :] + tl.zeros([ROWS, 16], tl.uint32)
-            row = (first_row + place).to(tl.uint32)[:, None] + tl.zeros([ROWS, 16], tl.uint32)
-            none = tl.zeros([ROWS, 16], tl.uint32)
-            w0, w1, w2, w3 = tl.philox(seed, group, row, none, none)
-            word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, 16, 4))
-            half = tl.permute(tl.join(word & 0xFFFF, word >> 16), (0, 1, 3, 2))
-            u = (tl.reshape(half, (ROWS, 128)).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 65536.0)
-            steps = (k + u).to(tl.int32)
+            v = blocks_down(x + column.to(tl.int64) * stride + row, r, c, left, short, stride, FULL)
+        if ROTATED:
+            v = turned(v, signs, FUSED and not AGAIN and WIDTH == 8)
+        bits = largest(v)
+        if SEARCH:
+            tl.atomic_max(peak, tl.max(tl.max(bits, 1), 0))
         else:
-            steps = (k + MAGIC).to(tl.int32, bitcast=True) & 7
-        code = (e << 1) + steps + ((z.to(tl.int32, bitcast=True) >> 28) & 8)
-        low, high = tl.split(tl.reshape(code, (ROWS, 64, 2)))
-        inside = r < rows
-        width = tiles.to(tl.int64)
-        tl.store(codes + r * width * 64 + tile * 64 + tl.arange(0, 64)[None, :], (low | (high << 4)).to(tl.uint8), mask=inside)
-        tl.store(inner + r * width * 8 + tile * 8 + tl.arange(0, 8)[None, :], s.to(tl.uint8), mask=inside)
-        shown = tl.where(good, o, float("nan"))
-        if TENSOR:
-            tl.store(outer + place * 0, shown, mask=(place == 0) & (tile == 0))
-        else:
-            tl.store(outer + place.to(tl.int64) * width + tile, shown, mask=place < rows)
+            if TALL:
+                bits = tall(bits, ALONG)
+            if TENSOR:
+                most = tl.load(peak) + tl.zeros([A, B], tl.int32)
+            else:
+                most = shared(bits, ALONG)
+            good, o, code, s, power = scales(bits, most, ALL, PART, SIX, SIXTH, MARGIN, HARDWARE, FUSED)
+            z = divided(v, s * o, power, FUSED)
+            if CHANCE:
+                none = bits >> 31  # 0, which ties the counters to where the data lie
+                place = first_row + row + down + none
+                group = (first_column + column + at) // 8 + none
+                n, p = by_chance(z, not MARGIN), noise(seed_low, seed_high, place, group, middle, FUSED)
+            else:
+                n, p = nearest(z)
+            shown = tl.where(good, o, float("nan"))
+            if out is not None:
+                found = values(z, n, p, s, tl.full([A, B], 1.0, tl.float32) if APART else shown, out.dtype.element_ty, CHANCE)
+                if not ALONG:
+                    found = tl.permute(found, (1, 0, 2))
+                found = tl.reshape(found, (ROWS, COLUMNS))
+                side = tl.arange(0, COLUMNS)
+                here = out + (row.to(tl.int64) * pitch + column) + (r[:, None] * pitch + side[None, :])
+                if FULL:
+                    tl.store(here, found)
+                else:
+                    tl.store(here, found, mask=(r < left)[:, None] & (column + side < width)[None, :])
+            if out is None or APART:
+                head = row.to(tl.int64) * tiles
+                inside = (down < left) & (column + at < tiles * 128)
+                place = down * (tiles * 16) + at // 8
+                if not APART:
+                    two = words(z, n, p, good, CHANCE, FUSED)
+                    tl.store(codes + (head * 16 + column // 8) + place[:, :, None] + tl.arange(0, 2)[None, None, :], two,
+                             mask=inside[:, :, None])
+                    tl.store(inner + (head * 8 + column // 16) + place // 2, code.to(tl.uint8), mask=inside)
+                inside &= at % 128 == 0
+                if TENSOR:
+                    tl.store(outer + place * 0, shown, mask=inside & (row + down == 0) & (column + at == 0))
+                else:
+                    tl.store(outer + (head + column // 128) + place // 16, shown, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
@@ -137,7 +197,7 @@ def dequantize_kernel(codes, inner, outer, out, rows, columns, code_row, scale_r
     r = (tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     c = (tl.program_id(0) % tiles * 128 + tl.arange(0, 128)).to(tl.int64)[None, :]
     mask = (r < rows) & (c < columns)
-    v = stored(codes, inner, outer, r, c, mask, code_row, 1, scale_row, 1, over_row, over_column)
+    v = stored(codes, inner, outer, r, c, mask, code_row, scale_row, over_row, over_column)
     tl.store(out + r * columns + c, v.to(out.dtype.element_ty), mask=mask)
 
 
@@ -153,23 +213,55 @@ def _steps(q: Quantized) -> dict[str, int]:
     return {"scale_row": q.inner.shape[1], "over_row": 0 if whole else q.outer.shape[1], "over_column": 0 if whole else 1}
 
 
-def quantize_launch(x: Tensor | Quantized, codes: Tensor, inner: Tensor, outer: Tensor, margin: float = 1.0,
-                    block: int = 1, noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0),
-                    peak: Tensor | None = None, search: bool = False) -> Launch:
-    """codes, inner (as uint8), outer: those of the result. peak: int32 [1], bits of the largest magnitude of the whole tensor."""
+def _rounded(number: float) -> float:
+    """To float32."""
+    return struct.unpack("f", struct.pack("f", number))[0]
+
+
+@lru_cache(maxsize=4096)
+def _plan(rows: int, columns: int, along: bool, again: bool, itemsize: int, even: bool, margin: float, tall: bool, tensor: bool,
+          search: bool, apart: bool, chance: bool, rotated: bool) -> tuple:
+    """(programs, programs side by side, constants, those of an architecture): the same for every operand of a shape."""
+    tiles = triton.cdiv(columns, OUTER)
+    if along:
+        b = 8 * min(tiles & -tiles, 1 if tall else BLOCKS // 8)
+        a, here, wide = BLOCKS // b, BLOCKS // b, 16 * b
+    else:
+        a, b, here, wide = 8, BESIDE, BESIDE, OUTER
+    six, top = (_rounded(margin * number) for number in (TOP_CODE, TOP_SCALE * TOP_CODE))
+    turns = 1 if again else TURNS
+    across = triton.cdiv(tiles * OUTER, wide)
+    full = rows % here == 0 and columns % OUTER == 0 and not again
+    constants = Kept({
+        "A": a, "B": b, "TURNS": turns, "ALONG": along, "AGAIN": again, "ROTATED": rotated, "TALL": tall, "TENSOR": tensor,
+        "SEARCH": search, "APART": apart, "CHANCE": chance, "MARGIN": margin < 1.0, "ALL": top, "PART": 1.0 / top, "SIX": six,
+        "SIXTH": 1.0 / six, "WIDTH": 16 // itemsize, "FULL": full, "PAIRS": full and along and itemsize == 2 and even})
+    by_arch = {"HARDWARE": lambda arch: arch >= HARDWARE, "FUSED": lambda arch: arch > 0}
+    return (triton.cdiv(rows, here * turns) * across,), across, constants, by_arch
+
+
+def quantize_launch(x: Tensor | Quantized, codes: Tensor | None = None, inner: Tensor | None = None, outer: Tensor | None = None,
+                    margin: float = 1.0, block: int = 1, noise: int | None = None, *, out: Tensor | None = None,
+                    signs: int | None = None, origin: tuple[int, int] = (0, 0), peak: Tensor | None = None,
+                    search: bool = False) -> Launch:
+    """codes, inner (as uint8), outer: those of the result; or out [r, columns], its rows contiguous: what they stand for. peak:
+    int32 [1], bits of the largest magnitude of the whole tensor. x: one of its strides is 1."""
     again = isinstance(x, Quantized)
     rows, columns = (x.columns, len(x.codes)) if again else x.shape
-    tiles = codes.shape[1] * 2 // OUTER
-    arguments = {"x": x.codes if again else x, "scales": x.inner.view(torch.uint8) if again else None,
-                 "over": x.outer if again else None, "peak": peak, "codes": codes, "inner": inner, "outer": outer,
-                 "signs": 0 if signs is None else sign_bits(signs), **_halves(noise), "first_row": origin[0],
-                 "first_column": origin[1], "rows": rows, "columns": columns,
-                 "x_row": x.codes.shape[1] if again else x.stride(0), "x_column": 0 if again else x.stride(1),
-                 **(_steps(x) if again else {"scale_row": 0, "over_row": 0, "over_column": 0}), "tiles": tiles}
-    constants = {"ROWS": ROWS, "AGAIN": again, "ROTATED": signs is not None, "TALL": block > 1, "TENSOR": peak is not None,
-                 "SEARCH": search, "CHANCE": noise is not None, "UP": margin < 1.0, "ALL": TOP_SCALE * TOP_CODE * margin,
-                 "SIX": TOP_CODE * margin}
-    return Launch(quantize_kernel, (triton.cdiv(rows, ROWS) * tiles,), arguments, constants, WARPS)
+    along = not again and x.stride(1) == 1
+    even = along and x.stride(0) % 2 == 0 and (x.storage_offset() * 2 if x.is_meta else x.data_ptr()) % 4 == 0
+    size = 4 if again else x.element_size()
+    grid, across, constants, by_arch = _plan(rows, columns, along, again, size, even, margin, block > 1, peak is not None, search,
+                                             out is not None and outer is not None, noise is not None, signs is not None)
+    arguments = {"x": x.codes if again else x, "scale": x.inner.view(torch.uint8) if again else None,
+                 "over": x.outer if again else None, "peak": peak, "codes": None if codes is None else codes.view(torch.int32),
+                 "inner": inner, "outer": outer, "out": out, "signs": 0 if signs is None else sign_bits(signs), **_halves(noise),
+                 "middle": 0x80, "first_row": origin[0], "first_column": origin[1], "rows": rows, "columns": columns,
+                 "width": 0 if out is None else out.shape[1], "pitch": 0 if out is None else out.stride(0),
+                 "stride": x.codes.shape[1] if again else x.stride(0 if along else 1),
+                 **(_steps(x) if again else {"scale_row": 0, "over_row": 0, "over_column": 0}),
+                 "tiles": triton.cdiv(columns, OUTER), "across": across}
+    return Launch(quantize_kernel, grid, arguments, constants, WARPS, by_arch)
 
 
 def dequantize_launch(q: Quantized, out: Tensor) -> Launch:
@@ -191,15 +283,65 @@ def quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: i
     the column a multiple of 8. peak: float32 [], the largest magnitude of the unsharded (rotated) tensor, for outer `tensor`.
     Raises ValueError for what does not fit.
     """
-    checked(x, rounding, margin, outer, block, noise)
-    x = x if x.dtype in DTYPES else x.to(torch.float32)
-    return _quantized(x, x.shape, x.device, margin, outer, block, noise, signs, origin, peak)
+    checked(x, rounding, margin, outer, block, noise, origin)
+    return _quantized(_readable(x), x.shape, x.device, margin, outer, block, noise, signs, origin, peak)
+
+
+def rounded(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
+            noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0), peak: Tensor | None = None,
+            dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
+    """quantize(x, ...).dequantize(dtype) in one pass over memory: [r, k], k filled up to a multiple of 16 where rotated.
+
+    dtype: bfloat16 or float32, of the result or of `out`, into which it is written where given; its rows are contiguous. Raises
+    ValueError for what does not fit.
+    """
+    checked(x, rounding, margin, outer, block, noise, origin)
+    shape = len(x), x.shape[1] + (-x.shape[1] % INNER if signs is not None else 0)
+    found = torch.empty(shape, dtype=dtype, device=x.device) if out is None else out
+    if found.dtype not in DTYPES:
+        raise ValueError(f"nvfp4: {found.dtype}: dequantised in float32 or bfloat16")
+    if found.shape != shape or (shape[1] > 1 and found.stride(1) != 1):
+        raise ValueError(f"nvfp4: out {tuple(found.shape)}: expected {shape} with contiguous rows")
+    if found.numel():
+        x, options = _readable(x), {"margin": margin, "block": block, "noise": noise, "signs": signs, "origin": origin}
+        quantize_launch(x, out=found, **options, peak=_held(x, outer, peak, signs)).run()
+    return found
+
+
+def inner_values(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
+                 noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0),
+                 peak: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(codes times inner scales of quantize(x, ...), bfloat16 [r, K], exact; outer scales, float32 [r, K/128] or [1, 1]).
+
+    What products over slabs multiply. K: k filled up with zeros to a multiple of 128. out: as in `rounded`. Raises ValueError
+    for what does not fit.
+    """
+    checked(x, rounding, margin, outer, block, noise, origin)
+    tiles = -(-x.shape[1] // OUTER)
+    found = torch.empty(len(x), tiles * OUTER, dtype=torch.bfloat16, device=x.device) if out is None else out
+    if found.dtype != torch.bfloat16 or found.shape != (len(x), tiles * OUTER) or (found.numel() and found.stride(1) != 1):
+        wanted = f"bfloat16 {(len(x), tiles * OUTER)} with contiguous rows"
+        raise ValueError(f"nvfp4: out {found.dtype} {tuple(found.shape)}: expected {wanted}")
+    over = torch.empty((1, 1) if outer == "tensor" else (len(x), tiles), device=x.device)
+    if not found.numel():
+        over.fill_(1.0)
+    else:
+        x, options = _readable(x), {"margin": margin, "block": block, "noise": noise, "signs": signs, "origin": origin}
+        quantize_launch(x, outer=over, out=found, **options, peak=_held(x, outer, peak, signs)).run()
+    return found, over
+
+
+def largest_magnitude(x: Tensor, signs: int | None = None) -> Tensor:
+    """Of x [r, k], rotated where signs are given: float32 []. A NaN is above all; 0 of an empty tensor."""
+    if not x.numel():
+        return torch.zeros((), device=x.device)
+    return _held(_readable(x), "tensor", None, signs).view(torch.float32).reshape(())
 
 
 def requantize(given: Quantized, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER,
                noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0)) -> Quantized:
     """[r, k] quantised along k -> its transpose [k, r] quantised along r, from the dequantised values; options as in `quantize`."""
-    checked(torch.empty(0, 0), rounding, margin, outer, 1, noise)
+    checked(torch.empty(0, 0), rounding, margin, outer, 1, noise, origin)
     shape = given.columns, len(given.codes)
     return _quantized(given, shape, given.codes.device, margin, outer, 1, noise, signs, origin, None)
 
@@ -214,25 +356,34 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     return out
 
 
-def _quantized(x: Any, shape: Any, device: torch.device, margin: float, outer: int | str, block: int, noise: int | None,
-               signs: int | None, origin: tuple[int, int], peak: Tensor | None) -> Quantized:
-    if origin[1] % nvfp4_reference.LANES:
-        raise ValueError(f"nvfp4: origin {origin}: the column must be a multiple of {nvfp4_reference.LANES}")
+def _readable(x: Tensor) -> Tensor:
+    """Of a dtype that kernels read, its elements beside one another along rows or columns."""
+    x = x if x.dtype in DTYPES else x.to(torch.float32)
+    return x if 1 in x.stride() else x.contiguous()
+
+
+def _held(x: Tensor | Quantized, outer: int | str, peak: Tensor | None, signs: int | None) -> Tensor | None:
+    """Bits of the largest magnitude, int32 [1], sought where they are not given; None where outer scales are of blocks."""
+    if outer != "tensor":
+        return None
+    if peak is not None:
+        return peak.to(torch.float32).reshape(1).view(torch.int32) & 0x7FFFFFFF
+    held = torch.zeros(1, dtype=torch.int32, device=x.codes.device if isinstance(x, Quantized) else x.device)
+    quantize_launch(x, signs=signs, peak=held, search=True).run()
+    return held
+
+
+def _quantized(x: Tensor | Quantized, shape: tuple[int, int], device: torch.device, margin: float, outer: int | str, block: int,
+               noise: int | None, signs: int | None, origin: tuple[int, int], peak: Tensor | None) -> Quantized:
     rows, columns = shape
     tiles = -(-columns // OUTER)
     codes, inner = (torch.empty(rows, tiles * n, dtype=torch.uint8, device=device) for n in (OUTER // 2, OUTER // INNER))
     over = torch.empty((1, 1) if outer == "tensor" else (rows, tiles), device=device)
-    held = None
-    if outer == "tensor":
-        held = torch.zeros(1, dtype=torch.int32, device=device)
-        if peak is not None:
-            held = peak.to(torch.float32).reshape(1).view(torch.int32) & 0x7FFFFFFF
-        over.fill_(1.0)
     if rows and columns:
-        options = {"margin": margin, "block": block, "noise": noise, "signs": signs, "origin": origin, "peak": held}
-        if outer == "tensor" and peak is None:
-            quantize_launch(x, codes, inner, over, **options, search=True).run()
-        quantize_launch(x, codes, inner, over, **options).run()
+        options = {"margin": margin, "block": block, "noise": noise, "signs": signs, "origin": origin}
+        quantize_launch(x, codes, inner, over, **options, peak=_held(x, outer, peak, signs)).run()
+    elif outer == "tensor":
+        over.fill_(1.0)
     if signs is not None:
         columns += -columns % INNER
     return Quantized(codes, inner.view(torch.float8_e4m3fn), over, columns)

@@ -2,6 +2,7 @@
 
     slab      Σ over slabs of 128 along k of ((q s)_a (q s)_bᵀ) · o_a · o_b     any architecture; the paper's semantics: q · s is
               exact in bfloat16, sums of a slab are float32 on tensor cores, outer scales are applied in float32 after each
+    values    the same of operands whose q · s are given in bfloat16: what training at level slab runs, no code is read there
     native    the same sum with block-scaled FP4 tensor cores (`dot_scaled`): sm_100 and sm_120
 
 `native` is compiled and its instructions are looked at without the hardware; it has been run nowhere. Elsewhere it is refused.
@@ -15,11 +16,14 @@ from torch import Tensor
 
 from kernels.float8 import from_code
 from kernels.launch import Launch
-from kernels.nvfp4 import number
 from kernels.nvfp4_reference import OUTER, Quantized, fits
+from kernels.nvfp4_tile import number
 
 M, N, WARPS = 64, 64, 4
 NATIVE_M, NATIVE_N, NATIVE_WARPS = 128, 128, 8
+TILE, TILE_WARPS, BESIDE = 128, 8, 8
+SMALL = 64  # of a tile in the interpreter
+STAGES = {80: 2, 90: 3, 100: 3}  # slabs under way; one has 64 KiB
 NATIVE = (100, 103, 120, 121)  # architectures with block-scaled FP4 tensor cores
 
 
@@ -67,6 +71,58 @@ def slab_kernel(a, a_inner, a_outer, b, b_inner, b_outer, out, rows, columns, ti
     tl.store(out + i[:, None] * columns + j[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows", "columns", "tiles"])
+def values_kernel(a, a_outer, b, b_outer, out, rows, columns, tiles, a_row, b_row, a_outer_row, a_outer_slab, b_outer_row,
+                  b_outer_slab, M: tl.constexpr, N: tl.constexpr, BESIDE: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr):
+    """Operands [rows, K] and [columns, K] as numbers. Programs go down BESIDE tiles before they go right, and share what they
+    read."""
+    down, across = tl.cdiv(rows, M), tl.cdiv(columns, N)
+    band = tl.program_id(0) // (BESIDE * across) * BESIDE
+    height = tl.minimum(down - band, BESIDE)
+    place = tl.program_id(0) % (BESIDE * across)
+    i = (band + place % height) * M + tl.arange(0, M)
+    j = place // height * N + tl.arange(0, N)
+    # rows beyond the last are read as the first ones, and not written
+    left = a + (i % rows).to(tl.int64)[:, None] * a_row + tl.arange(0, 128)[None, :]
+    right = b + (j % columns).to(tl.int64)[None, :] * b_row + tl.arange(0, 128)[:, None]
+    over, under = a_outer + (i % rows) * a_outer_row, b_outer + (j % columns) * b_outer_row
+    total = tl.zeros([M, N], tl.float32)
+    for slab in tl.range(tiles, num_stages=STAGES):
+        one, other = tl.load(left + slab * 128), tl.load(right + slab * 128)
+        if WIDE:
+            part = tl.dot(one.to(tl.float32), other.to(tl.float32), input_precision="ieee")
+        else:
+            part = tl.dot(one, other)
+        total += part * tl.load(over + slab * a_outer_slab)[:, None] * tl.load(under + slab * b_outer_slab)[None, :]
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    tl.store(out + i.to(tl.int64)[:, None] * columns + j[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+def values_launch(a: Tensor, a_outer: Tensor, b: Tensor, b_outer: Tensor, out: Tensor, wide: bool = False) -> Launch:
+    """As `slab_values`; out [m, n], contiguous."""
+    arguments = {"a": a, "a_outer": a_outer, "b": b, "b_outer": b_outer, "out": out, "rows": len(a), "columns": len(b),
+                 "tiles": a.shape[1] // OUTER, "a_row": a.stride(0), "b_row": b.stride(0)}
+    for name, outer in (("a", a_outer), ("b", b_outer)):
+        whole = outer.shape == (1, 1)
+        arguments |= {f"{name}_outer_row": 0 if whole else outer.stride(0), f"{name}_outer_slab": 0 if whole else outer.stride(1)}
+    tile = SMALL if wide else TILE
+    grid = (triton.cdiv(len(a), tile) * triton.cdiv(len(b), tile),)
+    return Launch(values_kernel, grid, arguments, {"M": tile, "N": tile, "BESIDE": BESIDE, "WIDE": wide}, 4 if wide else TILE_WARPS,
+                  {"STAGES": lambda arch: STAGES.get(arch, 1)})
+
+
+def slab_values(a: Tensor, a_outer: Tensor, b: Tensor, b_outer: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`slab` of operands as `kernels.nvfp4.inner_values` gives them, a [m, K] and b [n, K] bfloat16 -> [m, n]: nothing is decoded
+    again for every tile. Raises ValueError where they have no common contraction."""
+    if a.shape[1] != b.shape[1] or a.shape[1] % OUTER:
+        raise ValueError(f"nvfp4: contraction of {a.shape[1]} columns against {b.shape[1]}, in whole slabs of {OUTER}")
+    make = torch.empty if a.shape[1] else torch.zeros
+    out = make(len(a), len(b), dtype=dtype, device=a.device)
+    if out.numel() and a.shape[1]:
+        values_launch(a, a_outer, b, b_outer, out, wide=out.device.type == "cpu").run()
+    return out
+
+
 def launch(a: Quantized, b: Quantized, out: Tensor, native: bool = False, wide: bool = False) -> Launch:
     """out [m, n], contiguous. wide: float32 operands, for the interpreter, whose bfloat16 products are wrong (Triton 3.7.1)."""
     m, n = (NATIVE_M, NATIVE_N) if native else (M, N)
@@ -84,7 +140,8 @@ def launch(a: Quantized, b: Quantized, out: Tensor, native: bool = False, wide: 
 def slab(a: Quantized, b: Quantized, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """a of [m, k], b of [n, k] -> [m, n]. Raises ValueError where they have no common contraction."""
     fits(a, b)
-    out = torch.zeros(len(a.codes), len(b.codes), dtype=dtype, device=a.codes.device)
+    make = torch.empty if a.columns else torch.zeros
+    out = make(len(a.codes), len(b.codes), dtype=dtype, device=a.codes.device)
     if out.numel() and a.columns:
         launch(a, b, out, wide=out.device.type == "cpu").run()
     return out
@@ -98,7 +155,8 @@ def native(a: Quantized, b: Quantized, dtype: torch.dtype = torch.bfloat16) -> T
     if 10 * major + minor not in NATIVE:
         here = f"sm_{10 * major + minor}" if major else "a CPU"
         raise RuntimeError(f"nvfp4: native products need FP4 tensor cores (sm_100, sm_120), this is {here}; take level slab")
-    out = torch.zeros(len(a.codes), len(b.codes), dtype=dtype, device=device)
+    make = torch.empty if a.columns else torch.zeros
+    out = make(len(a.codes), len(b.codes), dtype=dtype, device=device)
     if out.numel() and a.columns:
         launch(a, b, out, native=True).run()
     return out

@@ -12,20 +12,22 @@ m is the margin. At 1 a code may clip: E4M3 rounds s down by up to 1/17. At 16/1
 2^-6, it is rounded up instead), so that rounding by chance is unbiased. Source: arXiv 2510.27527 and its release, which has m = 1
 and lets s of a tiny block be 0; the floor of 2^-9 keeps such a block from vanishing.
 
-By chance: an element goes up where its u in (0, 1) passes the distance from above. u has 16 bits: piece j (of the low halves of
-four Philox words, then the high halves) at counter (row · 2^32 + column // 8), j = column mod 8, of the unsharded tensor.
+By chance: an element goes up where its u in (0, 1) passes the distance from above; z is counted in steps with 22 bits of fraction.
+u has 16 bits: piece j (of the low halves of four Philox words, then the high halves) at counter (row · 2^32 + column // 8),
+j = column mod 8, of the unsharded tensor.
 Rotation (signs): diag(±1) H16 / 4 over 16 neighbours along k, the same signs for all, bit 0 of Philox word 0 at counters 0 to 15.
 A NaN or Inf makes its outer block NaN by its outer scale; its codes are 0. -0 keeps its sign.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.philox import philox
+from kernels.philox import MASK, philox
 
 INNER, OUTER = 16, 128
 LANES = 8  # elements that one Philox call serves
@@ -57,7 +59,8 @@ class Quantized:
         return x.flatten(1)[:, : self.columns].to(dtype)
 
 
-def checked(x: Tensor, rounding: str, margin: float, outer: int | str, block: int, noise: int | None) -> None:
+def checked(x: Tensor, rounding: str, margin: float, outer: int | str, block: int, noise: int | None,
+            origin: tuple[int, int] = (0, 0)) -> None:
     """Raises ValueError naming what does not fit."""
     if x.ndim != 2 or not x.is_floating_point():
         raise ValueError(f"nvfp4: {x.dtype} {tuple(x.shape)}: expected a matrix of floating-point numbers")
@@ -71,13 +74,15 @@ def checked(x: Tensor, rounding: str, margin: float, outer: int | str, block: in
         raise ValueError(f"nvfp4: outer {outer!r}: expected 128 or tensor")
     if block not in (1, 16):
         raise ValueError(f"nvfp4: block {block}: expected 1 (1x16) or 16 (16x16)")
+    if origin[1] % LANES:
+        raise ValueError(f"nvfp4: origin {origin}: the column must be a multiple of {LANES}")
 
 
 def nvfp4_quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
                    noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0),
                    peak: Tensor | None = None) -> Quantized:
     """See kernels.nvfp4.quantize."""
-    checked(x, rounding, margin, outer, block, noise)
+    checked(x, rounding, margin, outer, block, noise, origin)
     rows, columns = x.shape
     columns += -columns % INNER if signs is not None else 0
     x = F.pad(x.to(torch.float32), (0, -x.shape[1] % OUTER))
@@ -106,6 +111,35 @@ def nvfp4_quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, ou
     return Quantized(pack(e2m1(z, u).flatten(1)), s.flatten(1), torch.where(finite, o, torch.nan), columns)
 
 
+def nvfp4_rounded(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
+                  noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0),
+                  peak: Tensor | None = None, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
+    """See kernels.nvfp4.rounded."""
+    found = nvfp4_quantize(x, rounding, margin, outer, block, noise, signs=signs, origin=origin, peak=peak)
+    return found.dequantize(dtype) if out is None else out.copy_(found.dequantize(out.dtype))
+
+
+def inner_values(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
+                 noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0),
+                 peak: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See kernels.nvfp4.inner_values."""
+    q = nvfp4_quantize(x, rounding, margin, outer, block, noise, signs=signs, origin=origin, peak=peak)
+    values = q.values().to(torch.bfloat16)
+    return values if out is None else out.copy_(values), q.outer
+
+
+def largest_magnitude(x: Tensor, signs: int | None = None) -> Tensor:
+    """See kernels.nvfp4.largest_magnitude."""
+    x = x.to(torch.float32)
+    x = x if signs is None else rotate(F.pad(x, (0, -x.shape[1] % INNER)), signs)
+    return _peak(x.abs())
+
+
+def nvfp4_dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """See kernels.nvfp4.dequantize."""
+    return q.dequantize(dtype)
+
+
 def nvfp4_requantize(given: Quantized, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER,
                      noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0)) -> Quantized:
     """See kernels.nvfp4.requantize."""
@@ -115,9 +149,14 @@ def nvfp4_requantize(given: Quantized, rounding: str = "nearest", margin: float 
 def slab_product(a: Quantized, b: Quantized, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """See kernels.nvfp4_product.slab."""
     fits(a, b)
-    left, right = (q.values().view(len(q.codes), q.codes.shape[1] * 2 // OUTER, OUTER) for q in (a, b))
-    over, under = (q.outer.expand(len(q.codes), left.shape[1]) for q in (a, b))
-    total = torch.zeros(len(a.codes), len(b.codes), device=a.codes.device)
+    return slab_values(a.values(), a.outer, b.values(), b.outer, dtype)
+
+
+def slab_values(a: Tensor, a_outer: Tensor, b: Tensor, b_outer: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """See kernels.nvfp4_product.slab_values."""
+    left, right = (x.to(torch.float32).view(len(x), x.shape[1] // OUTER, OUTER) for x in (a, b))
+    over, under = (outer.expand(len(x), left.shape[1]) for x, outer in ((a, a_outer), (b, b_outer)))
+    total = torch.zeros(len(a), len(b), device=a.device)
     for n in range(left.shape[1]):
         total = total + (left[:, n] @ right[:, n].t()) * over[:, n, None] * under[None, :, n]
     return total.to(dtype)
@@ -140,8 +179,6 @@ def _peak(amax: Tensor) -> Tensor:
 
 def uniform(key: int, rows: int, columns: int, origin: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
     """u [rows, columns] in (0, 1) of the elements from `origin` (row, column, a multiple of 8) on; columns divide by 8."""
-    if origin[1] % LANES:
-        raise ValueError(f"nvfp4: origin {origin}: the column must be a multiple of {LANES}")
     r = torch.arange(origin[0], origin[0] + rows, device=device)
     c = torch.arange(origin[1] // LANES, (origin[1] + columns) // LANES, device=device)
     words = philox(((r[:, None] << 32) + c).reshape(-1), key)
@@ -149,16 +186,33 @@ def uniform(key: int, rows: int, columns: int, origin: tuple[int, int], device: 
     return pieces.to(torch.float32).add(0.5).mul(2.0**-16).permute(1, 2, 0).reshape(rows, columns)
 
 
+@lru_cache(maxsize=1024)
 def sign_bits(key: int) -> int:
     """16 signs of a rotation; bit i set: element i of each group changes sign."""
-    return sum(bit << i for i, bit in enumerate((philox(torch.arange(INNER), key)[0] & 1).tolist()))
+    return sum((_word(i, key) & 1) << i for i in range(INNER))
 
 
-def rotate(x: Tensor, signs: int) -> Tensor:
-    """diag(±1) H / 4 over groups of 16 of the last dimension: butterflies a + b, a - b over strides 1, 2, 4, 8, float32."""
+def _word(counter: int, key: int) -> int:
+    """Word 0 of kernels.philox at one counter, without tensors: signs are drawn anew for every product."""
+    c0, c1, c2, c3 = counter, 0, 0, 0
+    k0, k1 = key & MASK, key >> 32 & MASK
+    for _ in range(10):
+        p, q = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = q >> 32 ^ c1 ^ k0, q & MASK, p >> 32 ^ c3 ^ k1, p & MASK
+        k0, k1 = k0 + 0x9E3779B9 & MASK, k1 + 0xBB67AE85 & MASK
+    return c0
+
+
+def factors(signs: int, device: torch.device | str = "cpu") -> Tensor:
+    """diag(±1) / 4 of a rotation: float32 [16]."""
     bits = sign_bits(signs)
-    factor = torch.tensor([-0.25 if bits >> i & 1 else 0.25 for i in range(INNER)], device=x.device)
-    y = x.unflatten(-1, (-1, INNER)) * factor
+    return torch.tensor([-0.25 if bits >> i & 1 else 0.25 for i in range(INNER)], device=device)
+
+
+def rotate(x: Tensor, signs: int | Tensor) -> Tensor:
+    """diag(±1) H / 4 over groups of 16 of the last dimension: butterflies a + b, a - b over strides 1, 2, 4, 8, float32. signs: a
+    key, or its `factors`."""
+    y = x.unflatten(-1, (-1, INNER)) * (signs if isinstance(signs, Tensor) else factors(signs, x.device))
     for stride in (1, 2, 4, 8):
         a, b = y.unflatten(-1, (-1, 2, stride)).unbind(-2)
         y = torch.stack([a + b, a - b], -2).flatten(-3)
@@ -170,7 +224,7 @@ def e2m1(z: Tensor, u: Tensor | None = None) -> Tensor:
     a = z.abs().clamp(max=TOP_CODE)
     exponent = (a.clamp(min=1.0).view(torch.int32) >> 23) - 127
     k = a * ((128 - exponent) << 23).view(torch.float32)  # steps of .5 below 2, of 1 below 4, of 2
-    k = k.round() if u is None else (k + u).floor()
+    k = k.round() if u is None else ((k * 2.0**22).round() * 2.0**-22 + u).floor()
     return ((exponent << 1) + k.to(torch.int32) + (z.contiguous().view(torch.int32) >> 28 & 8)).to(torch.uint8)
 
 

@@ -8,68 +8,25 @@
 Shapes are those of one micro-batch of the models in workloads/models.yaml (t tokens, v columns of the padded vocabulary on
 one rank), and one that no wide access fits.
 """
+
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels import (
-    adamw,
-    bottleneck,
-    bottleneck_reference,
-    cross_entropy,
-    grouped,
-    grouped_reference,
-    reference,
-    swiglu,
-    taco,
-    taco_reference,
-)
-from kernels.launch import TYPES, Compiled, Launch
-
-BF16, FLOAT32 = torch.bfloat16, torch.float32
-
-
-@dataclass(frozen=True)
-class Entry:
-    """function and reference take what `inputs` makes, by name; those that work in place return None. traffic: bytes that
-    one call must move between memory and the chip. aligned: every row starts at a multiple of 16 elements. registers: at most
-    so many a thread."""
-
-    name: str
-    function: Callable
-    reference: Callable
-    make: Callable[[str, int], dict[str, Any]]
-    launch: Callable[..., Launch]
-    traffic: int
-    aligned: bool = True
-    registers: int = 64
-
-    def inputs(self, device: str, seed: int = 0) -> dict[str, Any]:
-        """New arguments, the same for the same device and seed; on `meta` shapes and dtypes alone."""
-        return self.make(device, seed)
-
-
-def compile(entry: Entry, arch: int) -> Compiled:
-    """Compiles one entry for an architecture as its launcher would, without a GPU; see Launch.compile."""
-    return entry.launch(**entry.inputs("meta")).compile(arch)
-
-
-def _normal(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, scale: float = 1.0) -> Tensor:
-    if device == "meta":
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.randn(shape, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(seed)).mul_(scale)
+from kernels import adamw, bottleneck, bottleneck_reference, cross_entropy, reference, swiglu, taco_reference
+from kernels.entry import BF16, FLOAT32, Entry, normal
+from kernels.launch import TYPES, Launch
+from kernels.registry_codecs import exchange_entry, grouped_entries, taco_entries
+from kernels.registry_nvfp4 import nvfp4_beside, nvfp4_entries
 
 
 def logits_and_targets(tokens: int, width: int, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor, Tensor]:
     """Normal logits of deviation 3; a quarter of the targets lie on either side of this rank's columns."""
-    logits = _normal((tokens, width), dtype, device, seed, 3.0)
+    logits = normal((tokens, width), dtype, device, seed, 3.0)
     if device == "meta":
         return logits, torch.empty(tokens, dtype=torch.int64, device=device)
     generator = torch.Generator(device).manual_seed(seed + 1)
@@ -98,7 +55,7 @@ def _statistics_launch(logits: Tensor, target: Tensor, valid: int) -> Launch:
 def step_inputs(shape: tuple[int, ...], dtype: torch.dtype, states: torch.dtype, device: str, seed: int) -> dict[str, Any]:
     """A weight of deviation 0.02, a gradient with the moments that a few steps leave, and the third step's numbers."""
     names = {"param": (dtype, 0.02), "grad": (dtype, 1e-3), "exp_avg": (states, 1e-3), "exp_avg_sq": (states, 1e-3)}
-    given = {name: _normal(shape, kind, device, seed + n, scale) for n, (name, (kind, scale)) in enumerate(names.items())}
+    given = {name: normal(shape, kind, device, seed + n, scale) for n, (name, (kind, scale)) in enumerate(names.items())}
     if device != "meta":
         given["exp_avg_sq"].square_()
     return given | {"lr": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "decay": 0.1, "step": 3,
@@ -122,75 +79,9 @@ def _adamw(model: str, rows: int, columns: int, dtype: torch.dtype, states: torc
                  partial(step_inputs, (rows, columns), dtype, states), adamw.step_launch, traffic, aligned, 64 if aligned else 128)
 
 
-def codec_inputs(numel: int, dtype: torch.dtype, ranks: int, group: int, method: ModuleType, options: dict[str, Any], device: str,
-                 seed: int) -> dict[str, Any]:
-    """For ranks 0 what `encode` takes, for 1 `decode`, for more `total` and `reduce` take: wires hold normal values."""
-    size = taco_reference.nbytes(numel, group, options.get("mode", "lean"))
-    if not ranks:
-        x = _normal((1, numel), dtype, device, seed)
-        return {"x": x, "group": group, "out": torch.empty(1, size, dtype=torch.uint8, device=device), **options}
-    if device == "meta":
-        wires = torch.empty(ranks, size, dtype=torch.uint8, device=device)
-    else:
-        wires = CODECS[method]("encode")(_normal((ranks, numel), torch.float32, device, seed), group, **options)
-    return {"wires": wires, "group": group, "out": torch.empty(numel, dtype=dtype, device=device), **options}
-
-
-def _decode_inputs(*shape) -> dict[str, Any]:
-    given = codec_inputs(*shape)
-    return {"wire": given.pop("wires"), **given, "out": given["out"][None]}
-
-
-def _reduce_inputs(*shape) -> dict[str, Any]:
-    given = codec_inputs(*shape)
-    return given | {"out": torch.empty_like(given["wires"][0])}
-
-
-def _encode_launch(method: ModuleType, x: Tensor, out: Tensor, group: int, **options) -> Launch:
-    return method.encode_launch(x, out, group, **options)
-
-
-def _decode_launch(method: ModuleType, wire: Tensor, out: Tensor, group: int, **options) -> Launch:
-    return method.decode_launch(wire, out, group, **options)
-
-
-def _total_launch(method: ModuleType, wires: Tensor, out: Tensor, group: int, **options) -> Launch:
-    return method.decode_launch(wires, out[None], group, stripes=len(wires), **options)
-
-
-def _reduce_launch(method: ModuleType, wires: Tensor, out: Tensor, group: int, hadamard: bool = True, **options) -> Launch:
-    return method.reduce_launch(wires, out, group, **options)
-
-
-# a codec's kernels -> its references by step
-CODECS: dict[ModuleType, Callable[[str], Callable]] = {
-    taco: lambda step: getattr(taco_reference, f"taco_{step}"), grouped: lambda step: getattr(grouped_reference, step)}
-
-
-def _codec(method: ModuleType, numel: int, dtype: torch.dtype, group: int, **options) -> list[Entry]:
-    """One message of each kind: encode, decode, the sum of two ranks, the sum of 2 and 8 ranks encoded again."""
-    mode, plain = options.get("mode", "lean"), numel * dtype.itemsize
-    size = taco_reference.nbytes(numel, group, mode)
-    name = f"{numel >> 20}Mi-{TYPES[dtype]}-g{group}" + "".join(f"-{k}={v}" for k, v in options.items())
-    shape = numel, dtype
-
-    def entry(what: str, ranks: int, make: Callable, launch: Callable, traffic: int) -> Entry:
-        label = f"{method.__name__.rpartition('.')[2]}.{what}/{name}" + (f"-n{ranks}" if ranks > 1 else "")
-        return Entry(label, getattr(method, what), CODECS[method](what), partial(make, *shape, ranks, group, method, options),
-                     partial(launch, method), traffic, True, 255)
-
-    return [entry("encode", 0, codec_inputs, _encode_launch, plain + size),
-            entry("decode", 1, _decode_inputs, _decode_launch, plain + size),
-            entry("total", 2, codec_inputs, _total_launch, plain + 2 * size),
-            *(entry("reduce", n, _reduce_inputs, _reduce_launch, (n + 1) * size) for n in (2, 8))]
-
-
-_taco, _grouped = partial(_codec, taco), partial(_codec, grouped)
-
-
 def swiglu_inputs(tokens: int, width: int, dtype: torch.dtype, device: str, seed: int) -> dict[str, Any]:
     """Gate and up of deviation 2 and a gradient of deviation 1."""
-    return {"gu": _normal((tokens, 2 * width), dtype, device, seed, 2.0), "dz": _normal((tokens, width), dtype, device, seed + 1)}
+    return {"gu": normal((tokens, 2 * width), dtype, device, seed, 2.0), "dz": normal((tokens, width), dtype, device, seed + 1)}
 
 
 def _swiglu_launch(gu: Tensor, dz: Tensor) -> Launch:
@@ -204,17 +95,17 @@ def _swiglu(model: str, tokens: int, width: int, dtype: torch.dtype) -> Entry:
 
 
 def _scale_inputs(tokens: int, width: int, local: bool, dtype: torch.dtype, device: str, seed: int) -> dict[str, Any]:
-    gain = _normal((width,), dtype, device, seed + 1)
-    return {"x": _normal((tokens, width), dtype, device, seed, 3.0), "gain": gain, "eps": 1e-6, "local": local}
+    gain = normal((width,), dtype, device, seed + 1)
+    return {"x": normal((tokens, width), dtype, device, seed, 3.0), "gain": gain, "eps": 1e-6, "local": local}
 
 
 def bottleneck_inputs(tokens: int, width: int, hidden: int, silu: bool, dtype: torch.dtype, backward: bool, device: str,
                       seed: int) -> dict[str, Any]:
     """A summed product of deviation 6 and the sums of squares of rows of deviation 3."""
-    square = _normal((tokens,), FLOAT32, device, seed + 1)
+    square = normal((tokens,), FLOAT32, device, seed + 1)
     square = square if device == "meta" else square.abs_().add_(8.0).mul_(hidden)
-    given = {"p": _normal((tokens, width), dtype, device, seed, 6.0), "square": square}
-    given |= {"dh": _normal((tokens, width), dtype, device, seed + 2)} if backward else {}
+    given = {"p": normal((tokens, width), dtype, device, seed, 6.0), "square": square}
+    given |= {"dh": normal((tokens, width), dtype, device, seed + 2)} if backward else {}
     return given | {"hidden": hidden, "eps": 1e-6, "silu": silu}
 
 
@@ -268,13 +159,19 @@ ENTRIES = [
     *_bottleneck("llama-7b-tp4", 16384, 1024, 3072, 4096, BF16, silu=False),
     *_bottleneck("llama-3b-tp2", 16384, 1536, 2304, 3072, FLOAT32),
     *_bottleneck("odd", 37, 1003, 331, 2006, BF16),
-    *(entry for group in taco_reference.GROUPS for entry in _taco(1 << 25, BF16, group)),
-    *_taco(1 << 25, BF16, 128, hadamard=False),
-    *_taco(1 << 25, FLOAT32, 128),
-    *_taco(1 << 25, BF16, 128, mode="paper"),
-    *_taco(1 << 25, BF16, 128, format="e5m2"),
-    *_grouped(1 << 25, BF16, 128, format="e4m3"),
-    *_grouped(1 << 25, BF16, 128, format="int8"),
-    *_grouped(1 << 25, BF16, 128, hadamard=True, format="int8"),
-    *_grouped(1 << 25, BF16, 256, hadamard=True, format="int8"),
+    *nvfp4_entries("olmo2-370m", 16384, 1024),
+    *nvfp4_entries("llama-7b", 16384, 11008),
+    *nvfp4_entries("odd", 37, 1003),
+    *nvfp4_beside("olmo2-370m", 16384, 1024),
+    *(entry for group in taco_reference.GROUPS for entry in taco_entries(1 << 25, BF16, group)),
+    *taco_entries(1 << 25, BF16, 128, hadamard=False),
+    *taco_entries(1 << 25, FLOAT32, 128),
+    *taco_entries(1 << 25, BF16, 128, mode="paper"),
+    *taco_entries(1 << 25, BF16, 128, format="e5m2"),
+    exchange_entry(1 << 25, BF16, 128),
+    exchange_entry(1 << 25, BF16, 128, mode="paper"),
+    *grouped_entries(1 << 25, BF16, 128, format="e4m3"),
+    *grouped_entries(1 << 25, BF16, 128, format="int8"),
+    *grouped_entries(1 << 25, BF16, 128, hadamard=True, format="int8"),
+    *grouped_entries(1 << 25, BF16, 256, hadamard=True, format="int8"),
 ]

@@ -13,9 +13,9 @@ The content of a file is its sha256; of a checkpoint it is each file's name and 
 shapes, dtypes) and the sha256 of a JSON file: weights are too large to be read for a digest. What is no file here (a built-in
 corpus or tokenizer, a data set by name, a path that is not there) counts as `missing`.
 
-Left out on purpose: `suite.case` and `suite.workload`, whose outcome (row and card) is hashed itself, `suite.record`, whose
-form has its own number (`SCHEMA`), and what only carries messages between ranks and runner; else one new codec in the schema,
-or another wording on the screen, would rerun every case.
+Left out on purpose: `suite.case`, `suite.options` and `suite.workload`, whose outcome (row and card) is hashed itself,
+`suite.record`, whose form has its own number (`SCHEMA`), and what only carries messages between ranks and runner; else one new
+codec in the schema, or another wording on the screen, would rerun every case.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from suite.seams import module_of
 from suite.workload import ROOT, models
 
 PACKAGES = ("suite", "kernels")
-LEFT_OUT = frozenset({"suite.case", "suite.workload", "suite.record", "suite.digest", "suite.events", "suite.processes"})
+LEFT_OUT = frozenset({"suite.case", "suite.options", "suite.workload", "suite.record", "suite.digest", "suite.events",
+                      "suite.processes"})
 EXECUTOR = "suite.train:execute"
 LIBRARIES = ("torch", "triton")  # whose release moves losses and times
 MISSING = "missing"

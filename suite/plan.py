@@ -75,7 +75,7 @@ class Launch:
     @property
     def exclusive(self) -> bool:
         """Timed runs own the machine."""
-        return self.case.measure in ("speed", "collective", "ab", "block")
+        return self.case.measure not in ("loss", "codec")
 
 
 def seconds(case: Case, cpus: int = 2) -> float:
@@ -84,8 +84,8 @@ def seconds(case: Case, cpus: int = 2) -> float:
     if case.measure == "block":  # one layer, a handful of runs each repeat
         layer = 6.0 * 12 * card["hidden"] ** 2 * case.micro * case.data.seq
         return FIXED[case.device] + 10 * (case.steps + 3) * layer / RATE[case.device]
-    if case.measure == "collective":
-        values = case.data.batch * case.data.seq * card["hidden"]
+    if case.measure in ("collective", "quantize"):
+        values = case.data.batch * case.data.seq * card["hidden" if case.measure == "collective" else "ffn"]
         return START["cpu"] + values * (case.steps + 3) / TIMED["cpu" if case.link == "gloo" else case.device]
     hidden, head = card["hidden"], card["hidden"] // card["heads"]
     attention = hidden * (2 * hidden + 2 * card["kv_heads"] * head)

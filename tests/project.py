@@ -178,7 +178,7 @@ Path("results/figures").mkdir(parents=True, exist_ok=True)
 Path("results/figures", sys.argv[-1] + ".png").write_bytes(b"a picture")
 """
 PAGES = {
-    "tables": ["measurements.csv", "communication.csv", "losses.csv", "loss_summary.csv", "layouts.csv"],
+    "tables": ["measurements.csv", "communication.csv", "losses.csv", "loss_summary.csv", "loss_gaps.csv", "layouts.csv"],
     "claims": ["claims.csv", "claims.md"],
     "coverage": ["coverage.md"],
     "verdict": ["verdict.md"],

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 import torch
 
-from suite.case import AXES, Choice
+from suite.case import Choice
+from suite.options import AXES
 from suite.seams import Key, make
 
 BYTES = ["int8", "fp8"]

@@ -97,7 +97,7 @@ def test_one_entry_is_what_the_budget_says():
 
 SOURCE = """
 from kernels import registry
-from kernels.registry import Entry
+from kernels.entry import Entry
 
 ENTRIES = [e for e in registry.ENTRIES if e.name.startswith("cross_entropy.statistics/odd")][:1]
 ENTRIES += [Entry("other", ENTRIES[0].function, ENTRIES[0].reference, ENTRIES[0].make, ENTRIES[0].launch, 1)]

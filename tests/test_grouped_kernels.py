@@ -12,7 +12,8 @@ from test_codecs import codec, gauss
 from test_taco_kernels import ARCHITECTURES, SHARED
 
 from kernels import grouped, grouped_reference
-from kernels.registry import ENTRIES, Entry, compile
+from kernels.entry import Entry, compile
+from kernels.registry import ENTRIES
 from suite.comm import grouped as codecs
 from suite.seams import Key
 

@@ -32,15 +32,17 @@ from kernel_checks import (
 from torch import Tensor
 
 from kernels import adamw, cross_entropy, reference, swiglu
+from kernels.entry import Entry, compile
 from kernels.launch import ARCHITECTURES
-from kernels.registry import ENTRIES, Entry, compile, logits_and_targets, step_inputs, swiglu_inputs
+from kernels.registry import ENTRIES, logits_and_targets, step_inputs, swiglu_inputs
 
 
 def distinct() -> list[Entry]:
-    """One entry of each kernel, types and hints: the rest compile to the same. Codecs are compiled in test_taco_kernels.py
-    and test_grouped_kernels.py."""
+    """One entry of each kernel, types and hints: the rest compile to the same. Codecs are compiled in test_taco_kernels.py,
+    test_grouped_kernels.py and test_exchange.py, NVFP4's in test_nvfp4_kernels.py."""
+    own = ("kernels.taco", "kernels.grouped", "kernels.exchange", "kernels.nvfp4")
     return list({(e.function.__qualname__, e.function.__module__, str(e.launch(**e.inputs("meta")).signature())): e
-                 for e in reversed(ENTRIES) if e.function.__module__ not in ("kernels.taco", "kernels.grouped")}.values())
+                 for e in reversed(ENTRIES) if not e.function.__module__.startswith(own)}.values())
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -69,9 +71,13 @@ def test_aligned_rows_move_16_bytes_at_a_time(entry):
 def test_names_are_unique_and_traffic_is_what_the_arguments_hold():
     assert len({e.name for e in ENTRIES}) == len(ENTRIES)
     for entry in ENTRIES:
+        if entry.function.__module__.startswith("kernels.nvfp4"):  # each of the launch's tensors once
+            held = entry.launch(**entry.inputs("meta")).arguments.values()
+            assert entry.traffic == sum(x.numel() * x.element_size() for x in held if isinstance(x, Tensor)), entry.name
+            continue
         size = {name: x.numel() * x.element_size() for name, x in entry.inputs("meta").items() if isinstance(x, Tensor)}
         codec = {"x": 1, "wire": 1, "wires": 1, "out": 1}
-        passes = {"encode": codec, "decode": codec, "total": codec, "reduce": codec,
+        passes = {"encode": codec, "decode": codec, "total": codec, "reduce": codec, "loopback": {"x": 1, "out": 1, "slot": 2},
                   "statistics": {"logits": 1}, "gradient": {"logits": 2}, "backward": {"gu": 2, "dz": 1},
                   "scale": {"x": 2, "gain": 1}, "epilogue": {"p": 2, "square": 1},
                   "epilogue_backward": {"p": 2, "dh": 1, "square": 2},

@@ -28,6 +28,10 @@ def close(got: Tensor, a: Quantized, b: Quantized) -> None:
     assert bool(((got.double() - left @ right.t()).abs() <= bound).all())
 
 
+def values(q: Quantized) -> tuple[Tensor, Tensor]:
+    return q.values().bfloat16(), q.outer
+
+
 def meta(rows: int, columns: int) -> Quantized:
     codes, inner, outer = ((columns // 2, torch.uint8), (columns // 16, torch.float8_e4m3fn), (columns // 128, torch.float32))
     return Quantized(*(torch.empty(rows, n, dtype=kind, device="meta") for n, kind in (codes, inner, outer)), columns)
@@ -50,6 +54,15 @@ def test_the_slab_product_uses_tensor_cores(arch):
     made = compiled(arch, False)
     assert ("mma" in made.ptx and ".bf16" in made.ptx) or "kind::f16" in made.ptx
     assert made.shared <= 99 * 1024 and made.spills <= (32 if arch == 80 else 0)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_product_of_values_uses_tensor_cores(arch):
+    a, b = (torch.empty(512, 1024, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    outer, out = (torch.empty(512, n, device="meta") for n in (8, 512))
+    made = nvfp4_product.values_launch(a, outer, b, outer, out).compile(arch)
+    assert ("wgmma" if arch == 90 else "tcgen05" if arch == 100 else "mma.sync") in made.ptx
+    assert made.shared <= {80: 163, 90: 227, 100: 227}.get(arch, 99) * 1024 and made.spills <= (0 if arch == 90 else 32)
 
 
 @pytest.mark.parametrize("arch, instruction", [(100, r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale\.scale_vec::4X"),
@@ -82,9 +95,11 @@ def test_the_interpreter_equals_the_reference():
 def test_on_a_device(shape, outer):
     a, b = operands(*shape, device="cuda", outer=outer)
     close(nvfp4_product.slab(a, b, torch.float32), a, b)
+    close(nvfp4_product.slab_values(*values(a), *values(b), torch.float32), a, b)
 
 
 if __name__ == "__main__":
     for options in ({"outer": 128}, {"outer": "tensor"}):
         pair = operands(5, 70, 300, **options)
         close(nvfp4_product.slab(*pair, torch.float32), *pair)
+        close(nvfp4_product.slab_values(*values(pair[0]), *values(pair[1]), torch.float32), *pair)

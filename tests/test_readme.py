@@ -18,9 +18,9 @@ import yaml
 from typer.main import get_command
 
 from suite import cli, corpora, doctor, plan, record, workload
-from suite.case import AXES
 from suite.data import cache_folder
 from suite.machine import Gpu, Machine
+from suite.options import AXES
 from suite.report import claims, reference, selector
 from suite.report.source import NOT_RUN, RUN, Entry
 from suite.workload import FOLDER, ROOT, SIZES

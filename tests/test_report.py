@@ -248,7 +248,8 @@ def test_the_same_records_give_the_same_bytes(tmp_path, folder):
         made.append({p.relative_to(root).as_posix(): p.read_bytes() for p in paths})
     assert sorted(made[0]) == [
         "figures/taco.png", "tables/claims.csv", "tables/claims.md", "tables/communication.csv", "tables/coverage.md",
-        "tables/layouts.csv", "tables/loss_summary.csv", "tables/losses.csv", "tables/measurements.csv", "tables/verdict.md"]
+        "tables/layouts.csv", "tables/loss_gaps.csv", "tables/loss_summary.csv", "tables/losses.csv", "tables/measurements.csv",
+        "tables/verdict.md"]
     assert made[0] == made[1]
     assert made[0]["figures/taco.png"].startswith(b"\x89PNG") and b"matplotlib" not in made[0]["figures/taco.png"].lower()
 

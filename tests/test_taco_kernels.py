@@ -10,7 +10,8 @@ from interpreter import interpreted
 from taco_checks import GRID, check
 
 from kernels import taco, taco_reference
-from kernels.registry import ENTRIES, compile
+from kernels.entry import compile
+from kernels.registry import ENTRIES
 
 MINE = [e for e in ENTRIES if e.function.__module__ == "kernels.taco"]
 USUAL = [e for e in MINE if "-g128" in e.name and "fp32" not in e.name and "=" not in e.name]

@@ -1,12 +1,13 @@
 """TetraJet's linear layer: unbiased, keyed as the design says, the same on every shard, each part an option."""
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from scipy import stats
 from tetrajet_checks import free, given, noise, product, recipe, whole
 
-from kernels.nvfp4_reference import slab_product
+from kernels.nvfp4_reference import inner_values, largest_magnitude, nvfp4_rounded, slab_product
 from kernels.reference import nvfp4_quantize
 from suite.precision.level import product as product_at
 from suite.precision.linear import STACK, _backward
@@ -176,12 +177,31 @@ def test_the_kernels_formats_are_these(operand, columns, kept):
     place = Place(rows, columns)
     assert in_pieces(place, key)
     here = quantise(x, operand, kept, key=key, signs=signs, place=place)
-    there = fused(x, operand, kept, key, signs, place, lambda amax: amax, nvfp4_quantize, lambda q, dtype: q.dequantize(dtype))
-    assert torch.equal(here.values, there.values)
+    by = SimpleNamespace(quantize=nvfp4_quantize, rounded=nvfp4_rounded, largest_magnitude=largest_magnitude,
+                         inner_values=inner_values)
+    there = fused(x, operand, kept, key, signs, place, lambda amax: amax, True, by)
+    assert torch.equal(here.values, there.dense()) and there.rows == 64
+    if kept == torch.float32:
+        apart = fused(x, operand, kept, key, signs, place, lambda amax: amax, False, by)
+        assert torch.equal(apart.dense(), here.values) and torch.equal(apart.inner.float(), here.inner) and apart.rows == 64
+        assert torch.equal(product_at("slab", apart, apart, torch.float32), product_at("slab", here, here, torch.float32))
     if kept == torch.float32:
         assert torch.equal(here.inner, there.packed.values())
         y = product_at("slab", here, here, torch.float32)
         assert torch.equal(y, slab_product(there.packed, there.packed, torch.float32))
+
+
+@pytest.mark.parametrize("operand", [Operand("nvfp4"), Operand("nvfp4", block=16), Operand("nvfp4", "stochastic", True, True)])
+def test_what_is_compiled_in_one_gives_the_same(operand):
+    x = torch.randn(64, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
+    key, signs = (5, 7) if operand.hadamard else (None, None)
+    given = {"key": key, "signs": signs, "place": Place([(0, 40, 8), (40, 24, STACK)], [(0, 128, 256), (128, 72, STACK)])}
+    want = quantise(x.t().contiguous().t(), operand, torch.bfloat16, **given).values
+    assert want.shape[1] == (208 if operand.hadamard else 200)
+    assert torch.equal(quantise(x, operand, torch.bfloat16, **given, whole=False, by="compiled").values, want)
+    assert torch.equal(quantise(x, operand, torch.bfloat16, **given, whole=False, by="eager").values, want)
+    with pytest.raises(ValueError, match="quantiser 'quick': expected one of kernels, compiled, eager"):
+        recipe(quantiser="quick")
 
 
 @pytest.mark.parametrize("name", ["tetrajet", "nvfp4"])

@@ -4,7 +4,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from suite.case import AXES, Case
+from suite.case import Case
+from suite.options import AXES
 from suite.workload import FOLDER, WorkloadError, load, load_all, models, names
 
 

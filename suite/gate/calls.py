@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
-from kernels.registry import Entry
+from kernels.entry import Entry
 
 QUANTITIES = ("launches", "launched", "passes", "passed")
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_reshape_alias", "lift_fresh"}

@@ -18,8 +18,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kernels.entry import Entry
 from kernels.launch import Launch
-from kernels.registry import Entry
 from kernels.sass import code as machine_code
 from kernels.sass import disassembled
 

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,13 @@ ASIDE = "does not run on the stream that it is called on"
 
 
 def leaves(tree: Any) -> Iterator[Any]:
+    import torch
     from torch import Tensor
 
     if isinstance(tree, Tensor):
-        yield tree
+        yield tree if tree.dtype.itemsize > 1 else tree.view(torch.uint8)
+    elif is_dataclass(tree):
+        yield from leaves(vars(tree))
     elif isinstance(tree, dict):
         for value in tree.values():
             yield from leaves(value)

@@ -1,11 +1,11 @@
-"""Cases that measure a codec, a collective, two variants of a step or a layer instead of a training run."""
+"""Cases that measure a piece instead of a training run: a codec, a collective, a layer, a quantiser, two variants of a step."""
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
 from suite.case import Case
-from suite.measure import block, captured, collective, interleaved
+from suite.measure import block, captured, collective, interleaved, quantize
 from suite.mesh import Mesh
 
 
@@ -19,5 +19,7 @@ def study(case: Case, mesh: Mesh, outcome: Any, trained: Callable[[Case], tuple[
         interleaved.study(case, outcome, trainer)
     elif case.measure == "block":
         block.study(case, mesh, outcome)
+    elif case.measure == "quantize":
+        quantize.study(case, mesh, outcome)
     else:
         collective.study(case, mesh, outcome)

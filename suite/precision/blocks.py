@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.nvfp4_reference import rotate
 from kernels.philox import philox
 
 Segment = tuple[int, int, int]  # first element here, how many, first in the unsharded tensor
@@ -67,7 +68,7 @@ def e2m1(z: Tensor, u: Tensor | None) -> Tensor:
     """Rounded to 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives; beyond 6 it clips. NaN stays."""
     a = z.abs().clamp(max=6.0)
     step = (a.clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32) * 0.5  # between codes: .5 below 2, then 1, then 2
-    a = (a / step).round() if u is None else (a / step + u).floor()
+    a = (a / step).round() if u is None else (((a / step) * 2.0**22).round() * 2.0**-22 + u).floor()
     return (a * step).copysign(z)
 
 
@@ -98,6 +99,17 @@ def nvfp4(x: Tensor, u: Tensor | None, margin: bool, outer: int | str, block: in
     codes = e2m1(x / scale, None if u is None else u.view(x.shape))
     inner, o = codes * s[..., None], o[..., None]
     return Blocks(inner * o, codes, scale, inner, o)  # one rounding: `inner` is exact
+
+
+def dequantised(x: Tensor, turn: Tensor | None, key: Tensor | None, rows: Sequence[Segment], columns: Sequence[Segment], k: int,
+                margin: bool, block: int, dtype: torch.dtype) -> Tensor:
+    """All of an NVFP4 operand in one function, for torch.compile: x [r, c] -> [r, k], padded, rotated (turn: see
+    kernels.nvfp4_reference.factors), quantised with outer scales over 128, dequantised."""
+    x = torch.nn.functional.pad(x.to(torch.float32), (0, k + -k % 128 - x.shape[1]))
+    if turn is not None:
+        x = rotate(x, turn)
+    u = None if key is None else uniform(key, rows, columns, x.shape[1], x.device)
+    return nvfp4(x, u, margin, 128, block, lambda amax: amax).values.view(x.shape)[:, :k].to(dtype)
 
 
 def _power(x: Tensor) -> Tensor:

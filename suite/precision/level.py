@@ -50,17 +50,22 @@ def product(level: str, a: Given, b: Given, dtype: torch.dtype, beside: tuple[Gi
     if a.by_rows:
         return _by_rows(a, b, dtype)
     if level != "emulated":
-        y = _slabs(a, b) if a.packed is None or b.packed is None else _by_kernel(level, a, b)
+        y = _exact(level, a, b)
         return (y if beside is None else y + beside[0].values @ beside[1].values.t()).to(dtype)
     if beside is not None:
-        return torch.cat([beside[0].values, a.values], 1) @ torch.cat([beside[1].values, b.values], 1).t()
-    return (a.values @ b.values.t()).to(dtype)
+        return torch.cat([beside[0].values, a.dense()], 1) @ torch.cat([beside[1].values, b.dense()], 1).t()
+    return (a.dense() @ b.dense().t()).to(dtype)
 
 
-def _by_kernel(level: str, a: Given, b: Given) -> Tensor:
+def _exact(level: str, a: Given, b: Given) -> Tensor:
+    """By a kernel where both operands were made for one."""
     from kernels import nvfp4_product
 
-    return {"slab": nvfp4_product.slab, "native": nvfp4_product.native}[level](a.packed, b.packed, torch.float32)
+    if a.packed is not None and b.packed is not None:
+        return {"slab": nvfp4_product.slab, "native": nvfp4_product.native}[level](a.packed, b.packed, torch.float32)
+    if all(one.inner is not None and one.inner.is_cuda and one.inner.dtype == torch.bfloat16 for one in (a, b)):
+        return nvfp4_product.slab_values(a.inner, a.outer, b.inner, b.outer, torch.float32)
+    return _slabs(a, b)
 
 
 def _slabs(a: Given, b: Given) -> Tensor:
@@ -69,7 +74,7 @@ def _slabs(a: Given, b: Given) -> Tensor:
     y = torch.zeros(len(a.inner), len(b.inner), device=a.inner.device)
     for slab in range(a.outer.shape[1]):
         part = slice(slab * SLAB, (slab + 1) * SLAB)
-        y += (a.inner[:, part] @ b.inner[:, part].t()) * a.outer[:, slab, None] * b.outer[:, slab]
+        y += (a.inner[:, part].float() @ b.inner[:, part].float().t()) * a.outer[:, slab, None] * b.outer[:, slab]
     return y
 
 

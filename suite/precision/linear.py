@@ -94,7 +94,7 @@ class Call:
 
     def kept(self, *pair: Given) -> list[Tensor]:
         """What of X and W is saved dequantised; nothing where the originals are."""
-        return [torch.empty(len(one.values), 0, dtype=self.recipe.kept, device=one.values.device) if original else one.dense()
+        return [self.noise.new_empty(one.rows, 0, dtype=self.recipe.kept) if original else one.dense()
                 for one, original in zip(pair, self.recipe.originals)]
 
     def give(self, number: int, x: Tensor, rows: Sequence, columns: Sequence, operand: Operand | None = None):
@@ -105,7 +105,7 @@ class Call:
         key = self.key(which) if operand.rounding == "stochastic" else None
         watchers = [one for one in self.recipe.watchers if getattr(one, "at", None) in (None, self.wire.key.step)]
         given = quantise(x, operand, self.recipe.kept, key=key, signs=way, place=Place(rows, columns), most=self.most,
-                         whole=bool(watchers))
+                         whole=bool(watchers), by=self.recipe.quantiser, packed=self.recipe.level == "native")
         for watcher in watchers:
             watcher.operand(self, number, operand, x, given)
         return given

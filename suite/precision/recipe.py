@@ -23,7 +23,7 @@ from torch import Tensor
 
 from suite.precision.level import real, refuse
 from suite.precision.linear import Linear, group_max
-from suite.precision.operand import Operand, quantise
+from suite.precision.operand import QUANTISERS, Operand, quantise
 from suite.precision.probe import Probe
 from suite.seams import Product, Site
 
@@ -51,18 +51,22 @@ class Recipe:
 
     tail: so many layers at the end stay in `compute`. shared: both operands of a backward product draw the same noise, as the
     authors' release does; else each draws its own. fixed: the rotation's signs never change, else they do with every product.
+    quantiser: by what operands are made on a GPU (suite/precision/operand.py); the numbers are the same.
     """
 
     stack = True
 
     def __init__(self, name: str, six: Six, *, level: str = "emulated", compute: str = "bfloat16", params: str = "float32",
-                 residual: str = "bfloat16", aligned: str = "both", tail: int = 0, shared: bool = False, fixed: bool = False):
+                 residual: str = "bfloat16", aligned: str = "both", tail: int = 0, shared: bool = False, fixed: bool = False,
+                 quantiser: str = "kernels"):
+        if quantiser not in QUANTISERS:
+            raise ValueError(f"precision {name}: quantiser {quantiser!r}: expected one of {', '.join(QUANTISERS)}")
         if aligned not in ALIGNED:
             raise ValueError(f"precision {name}: aligned {aligned!r}: expected one of {', '.join(ALIGNED)}")
         self.name, self.six, self.level, self.aligned = name, six, level, aligned
         self.compute, self.master = getattr(torch, compute), getattr(torch, params)
         self.residual = torch.float32 if self.compute == torch.float32 else getattr(torch, residual)
-        self.tail, self.shared, self.fixed = tail, shared, fixed
+        self.tail, self.shared, self.fixed, self.quantiser = tail, shared, fixed, quantiser
         self.layers: int | None = None
         self.listeners: list[Any] = []  # input(call, x): sees the inputs of training forwards
         # operand(call, number, operand, x, given): sees what every quantiser gave, in step `at` or always

@@ -20,7 +20,8 @@ Two parts: OutControl (`out*`, suite/precision/outcontrol.py) keeps the loudest 
 suite/precision/oscireset.py) sets weights that swing between codes back onto their code. `out: 0, osci: 0` is TetraJet-v2-base.
 
 Ablations (the paper's table 8, and where its release departs from it): `weight: 16x16`; `aligned: weight` leaves X̂ out of dW;
-`hadamard: dw` leaves dX unrotated; `rounding`, `margin`, `noise`, `outer`.
+`hadamard: dw` leaves dX unrotated; `rounding`, `margin`, `noise`, `outer`. `quantiser: compiled` or `eager` makes operands by the
+plain-torch reference, to time a step against.
 """
 from __future__ import annotations
 
@@ -48,11 +49,13 @@ def build(params: str = "float32", residual: str = "bfloat16", compute: str = "b
           rounding: str = "stochastic", outer: int | str = 128, weight: str = "1x16", aligned: str = "both",
           hadamard: str = "both", margin: bool = True, noise: str = "independent", out: float = 0.1, out_start: float = 0.04,
           out_steps: int = 50, out_count: str = "round", out_order: str = "norm", out_select: str = "shard", osci: float = 8.0,
-          osci_start: float = 0.64, osci_period: int = 200, osci_window: int = 50, osci_share: float = 1.0) -> TetraJet:
+          osci_start: float = 0.64, osci_period: int = 200, osci_window: int = 50, osci_share: float = 1.0,
+          quantiser: str = "kernels") -> TetraJet:
     dx, dw = (Operand("nvfp4", rounding, on, margin and rounding == "stochastic", outer)
               for on in (hadamard == "both", hadamard in ("both", "dw")))
     six = Six(Operand("nvfp4", outer=outer), Operand("nvfp4", outer=outer, block=16 if weight == "16x16" else 1), dx, dx, dw, dw)
     return TetraJet(
         six, {"ratio": out, "start": out_start, "steps": out_steps, "count": out_count, "order": out_order, "select": out_select},
         {"tau": osci, "start": osci_start, "period": osci_period, "window": osci_window, "share": osci_share},
-        level=level, compute=compute, params=params, residual=residual, aligned=aligned, shared=noise == "shared")
+        level=level, compute=compute, params=params, residual=residual, aligned=aligned, shared=noise == "shared",
+        quantiser=quantiser)

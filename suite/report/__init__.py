@@ -1,6 +1,6 @@
 """Reports: records -> tables, claims and verdicts, coverage, figures. Imports no torch.
 
-    python -m suite.report.tables    results/tables/{measurements,communication,losses,loss_summary,layouts}.csv
+    python -m suite.report.tables    results/tables/{measurements,communication,losses,loss_summary,loss_gaps,layouts}.csv
     python -m suite.report.claims    results/tables/claims.csv, claims.md
     python -m suite.report.coverage  results/tables/coverage.md
     python -m suite.report.figures   results/figures/<workload>.png

@@ -6,7 +6,8 @@ Columns of workloads/claims.csv; `-` where there is nothing, an empty cell is an
     metric, unit                   the metric of the records that answers it, and the unit of the compared number
     paper_value                    number or text, as it stands there, or `not public`; - in a claim of our own (paper: triaxis)
     comparison                     value | ratio (numerator / denominator) | difference (numerator - denominator) |
-                                   difference % (100 (numerator / denominator - 1))
+                                   difference % (100 (numerator / denominator - 1)) | gap closed % (of the denominator's gap
+                                   to the baseline of both, over seeds; suite.report.gaps)
     numerator, denominator         selectors (suite.report.selector)
     combine                        over the pairs: mean (with a t-interval), min or max (`up to`)
     direction, target, tolerance   at least | at most | about; our own number to judge against (-: paper_value); slack in `unit`
@@ -34,7 +35,7 @@ from statistics import fmean
 from typing import Any
 
 from suite.record import RESULTS, publish
-from suite.report import compare, overhead, selector
+from suite.report import compare, gaps, overhead, selector
 from suite.report.losses import t_interval
 from suite.report.overhead import Overhead
 from suite.report.source import NOT_RUN, RUN, Entry, ReportError, commit, main
@@ -43,11 +44,11 @@ from suite.workload import FOLDER, Workload
 
 HEADER = ("id", "paper", "where", "statement", "metric", "paper_value", "unit", "comparison", "numerator", "denominator", "combine",
           "direction", "target", "tolerance", "same_setting", "note")
-WORDS = {"comparison": ("value", "ratio", "difference", "difference %"), "combine": ("mean", "min", "max"),
+WORDS = {"comparison": ("value", "ratio", "difference", "difference %", gaps.COMPARISON), "combine": ("mean", "min", "max"),
          "direction": ("at least", "at most", "about", "-")}
 UNDEFINED = "not run: no case defined yet"
 OWN = "triaxis"  # the paper of our own claims, which have targets and no paper's values
-NO_EFFECT = {"ratio": 1.0, "difference": 0.0, "difference %": 0.0}
+NO_EFFECT = {"ratio": 1.0, "difference": 0.0, "difference %": 0.0, gaps.COMPARISON: 0.0}
 OUT = ("id", "paper", "where", "statement", "metric", "paper_value", "unit", "comparison", "direction", "target", "tolerance",
        "origin", "machine", "value", "low", "high", "q20", "q80", "samples", "n", "of", "kind", "seconds_apart", "verdict",
        "setting", "cases", "note")
@@ -185,7 +186,10 @@ def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mappi
         found = []
         for source in sources:
             here = [[e for e in side if e.source == source] for side in (mine, others)]
-            outcome = _at(claim, *here, selector.free(top, bottom) if bottom else frozenset(), bottom is not None)
+            if claim["comparison"] == gaps.COMPARISON:
+                outcome = _closed(claim, *here, selector.free(top, bottom), [e for e in entries if e.source == source])
+            else:
+                outcome = _at(claim, *here, selector.free(top, bottom) if bottom else frozenset(), bottom is not None)
             found.append(replace(outcome, origin=source[0], machine=source[1]))
         if not found:
             anywhere = any(map(top.matches, defined)) and (bottom is None or any(map(bottom.matches, defined)))
@@ -250,6 +254,30 @@ def _at(claim: Claim, top: list[Entry], bottom: list[Entry], may_differ: frozens
         value=value, interval=interval, spread=spread, samples=min(counts, default=None),
         n=len(numbers), of=of, kind="; ".join(sorted(kinds)), apart=seconds,
         cases=tuple(dict.fromkeys(e.id for pair in used for e in pair)), note="; ".join(n for n in notes if n))
+
+
+def _closed(claim: Claim, top: list[Entry], bottom: list[Entry], may_differ: frozenset[str], everyone: list[Entry]) -> Outcome:
+    """Mean over the numerator's families of what each closes over its seeds; their intervals' ends are averaged likewise."""
+    try:
+        pairs = selector.pairs(top, bottom, may_differ)
+    except ValueError as error:
+        return Outcome(claim, f"not run: {error}")
+    found, lost = gaps.gathered(pairs, everyone, claim["metric"])
+    lost += selector.alone(top, bottom, pairs)
+    n = sum(len(one.mine) for one in found.values())
+    missing = [f"{n} of {n + len(lost)}: {'; '.join(sorted(set(lost)))}"] if lost else []
+    if not found or any(one.closed is None for one in found.values()):
+        reason = "the denominator has no gap to close" if found else lost[0]
+        return Outcome(claim, f"not run: {reason}", n=n, of=n + len(lost), note="; ".join(missing))
+    intervals = [one.interval for one in found.values()]
+    interval = tuple(map(fmean, zip(*intervals))) if None not in intervals else None
+    value = fmean(one.closed for one in found.values())
+    same = claim["same_setting"]
+    setting = "same" if same != "-" and all(selector.parse(same).matches(e) for pair in pairs for e in pair) else "other"
+    shown = [] if interval else ["no bounded interval: one seed, or the denominator's gap is not separable from 0"]
+    return Outcome(claim, judge(claim, value, not lost and interval is not None, interval=interval), setting=setting, value=value,
+                   interval=interval, n=n, of=n + len(lost), kind="measured", apart=compare.seconds(pairs),
+                   cases=tuple(dict.fromkeys(e.id for pair in pairs for e in pair)), note="; ".join([*missing, *shown]))
 
 
 def row(outcome: Outcome) -> dict[str, Any]:

@@ -6,6 +6,7 @@
     losses.csv          one row a case and loss, with the difference to the same-seed baseline
     loss_summary.csv    one row a case over its seeds (see suite.report.losses)
     layouts.csv         one row a model: what low rank and its layouts cost on paper (see suite.report.layouts)
+    loss_gaps.csv       one row for two methods with a common baseline: the share of a gap that is closed (see suite.report.gaps)
 
 `value` is empty exactly where `status` is not ok or `metric_reason` says why. Rows with a null, NaN, infinite or missing
 column, and an MFU over 100 %, are refused with one line.
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from suite.record import Traffic
-from suite.report import layouts, losses
+from suite.report import gaps, layouts, losses
 from suite.report.source import Entry, ReportError, columns, main
 from suite.report.write import write_csv
 
@@ -59,7 +60,7 @@ def communication(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 
 def write(results: Path, entries: Sequence[Entry]) -> list[Path]:
-    """Writes the five tables and returns their paths."""
+    """Writes the tables and returns their paths."""
     folder = results / "tables"
     compared = losses.compare(entries)
     family = tuple(c for c in CASE if c != "seed")
@@ -69,6 +70,7 @@ def write(results: Path, entries: Sequence[Entry]) -> list[Path]:
         write_csv(folder / "losses.csv", (*CASE, *losses.CASE_HEADER), losses.case_rows(compared)),
         write_csv(folder / "loss_summary.csv", (*family, *losses.SUMMARY_HEADER), losses.summary_rows(compared)),
         write_csv(folder / "layouts.csv", layouts.HEADER, layouts.rows()),
+        write_csv(folder / "loss_gaps.csv", (*family, *gaps.HEADER), gaps.rows(entries)),
     ]
 
 
