@@ -21,10 +21,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from kernels.philox import fold
 from suite.comm.wire import Wire, wire_of
+from suite.opaque import opaque
 from suite.precision.level import product
 from suite.precision.operand import MXFP8, Given, Operand, Place, quantise
 from suite.seams import Site
@@ -182,20 +183,15 @@ def _chosen(retained: Tensor | None) -> bool:
 def _operation(which: str, *arguments):
     """The opaque operation where a graph is being traced; else the same function without the dispatcher's detour."""
     if torch.compiler.is_compiling():
-        return getattr(torch.ops.triaxis, f"quantised_{which}")(*arguments)
+        return _opaque[which](*arguments)
     return {"forward": _forward, "backward": _backward}[which](*arguments)
 
 
 SITE = "SymInt layer, str name, SymInt[] maps, SymInt[] columns, SymInt wire, SymInt recipe"
 CHANNELS = "Tensor noise, Tensor? retained, Tensor? rest"
-_forward_op = library.custom_op("triaxis::quantised_forward", _forward, mutates_args=(), schema=(
-    f"(Tensor x, Tensor w, {CHANNELS}, {SITE}, bool training) -> (Tensor, Tensor, Tensor)"))
-_backward_op = library.custom_op("triaxis::quantised_backward", _backward, mutates_args=(), schema=(
-    f"(Tensor dy, Tensor x, Tensor w, {CHANNELS}, {SITE}) -> (Tensor, Tensor)"))
 
 
-@_forward_op.register_fake
-def _(x, w, noise, retained, rest, layer, name, maps, columns, wire, recipe, training):
+def _forward_shapes(x, w, noise, retained, rest, layer, name, maps, columns, wire, recipe, training):
     from suite.precision.recipe import recipe_of
 
     known = recipe_of(int(recipe))
@@ -203,6 +199,13 @@ def _(x, w, noise, retained, rest, layer, name, maps, columns, wire, recipe, tra
     return x.new_empty(len(x), len(w)), *kept
 
 
-@_backward_op.register_fake
-def _(dy, x, w, noise, retained, rest, layer, name, maps, columns, wire, recipe):
+def _backward_shapes(dy, x, w, noise, retained, rest, layer, name, maps, columns, wire, recipe):
     return dy.new_empty(len(dy), x.shape[1]), dy.new_empty(dy.shape[1], x.shape[1])
+
+
+_opaque = {
+    "forward": opaque("quantised_forward", f"(Tensor x, Tensor w, {CHANNELS}, {SITE}, bool training) -> (Tensor, Tensor, Tensor)",
+                      _forward, _forward_shapes),
+    "backward": opaque("quantised_backward", f"(Tensor dy, Tensor x, Tensor w, {CHANNELS}, {SITE}) -> (Tensor, Tensor)",
+                       _backward, _backward_shapes),
+}
