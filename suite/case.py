@@ -124,9 +124,9 @@ class Case(Row):
 
     `codec` runs look at what a codec does to a trained model's messages (suite/measure/captured.py), `collective` runs time one
     collective of [data.batch x data.seq, hidden] and own the machine (suite/measure/collective.py); both need tp > 1. `ab` runs
-    compare the layout with the same at default options, in turn (suite/measure/interleaved.py); `block` runs time one layer and
-    its pieces (suite/measure/block.py), `quantize` runs the precision's quantisers (suite/measure/quantize.py): each on a machine
-    of its own.
+    compare a codec with the plain wire, or a layout with the same at default options, in turn (suite/measure/interleaved.py);
+    `block` runs time one layer and its pieces (suite/measure/block.py), `quantize` runs the precision's quantisers
+    (suite/measure/quantize.py): each on a machine of its own.
     """
 
     model: str
@@ -191,8 +191,8 @@ class Case(Row):
             raise ValueError("layout: norm: local changes the model with tp: only a row with measure: speed may time it")
         if self.measure in ("codec", "collective") and self.mesh.tp == 1:
             raise ValueError(f"measure: {self.measure} needs mesh.tp of at least 2: with one process nothing crosses")
-        if self.measure == "ab" and not self.layout.off_default("layout"):
-            raise ValueError("measure: ab needs a layout with an option off its default, which it is compared with")
+        if self.measure == "ab" and not (self.layout.off_default("layout") or self.comm != Comm()):
+            raise ValueError("measure: ab needs a codec or an option of the layout off its default, which it is compared with")
         if self.measure == "ab" and self.steps < 2:
             raise ValueError("measure: ab needs steps of at least 2: fewer pairs give no interval")
         if self.measure == "quantize" and self.mesh.ranks > 1:

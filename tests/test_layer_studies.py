@@ -6,7 +6,7 @@ import torch
 from ranks import run_ranks
 
 from suite import plan
-from suite.case import Case
+from suite.case import Case, Comm
 from suite.measure import block, interleaved
 from suite.record import CaseFailed, Metric, Record, write
 from suite.report import figures, panels, studies
@@ -21,7 +21,9 @@ def test_the_other_variant_has_default_options():
     other = interleaved.default_of(case)
     assert not other.layout.off_default("layout") and other.name is None
     assert other.factor == case.factor and other.data == case.data
-    with pytest.raises(ValueError, match="an option off its default"):
+    coded = interleaved.default_of(Case(model="gpt-tiny", mesh={"tp": 2}, layout="megatron-sp", comm="taco", measure="ab"))
+    assert coded.comm == Comm() and coded.layout.name == "megatron-sp" and coded.measure == "speed"
+    with pytest.raises(ValueError, match="a codec or an option of the layout off its default"):
         Case(model="llama-tiny", factor="svd", layout="btp", measure="ab")
     with pytest.raises(ValueError, match="steps of at least 2"):
         Case(model="llama-tiny", factor="svd", layout={"name": "btp", "norm": "sync"}, measure="ab", steps=1)
@@ -51,9 +53,17 @@ def test_blocks_take_turns_and_unlike_losses_are_not_timed():
     assert [name for name, _ in order[6:]] == ["online"] * 3 + ["sync"] * 3 + ["sync"] * 3 + ["online"] * 3
     assert [n for _, n in order[6:]] == 2 * numbers + 2 * [6, 7, 8]
     assert {m.name for m in outcome.metrics} == {"step_time", "default_step_time", "default_over_row", "memory_saved",
-                                                 "default_over_row_upper_bound", "checkpoint_mb_per_ms"}
+                                                 "default_over_row_upper_bound", "default_over_row_lower_bound",
+                                                 "checkpoint_mb_per_ms"}
     with pytest.raises(CaseFailed, match=r"first losses 2\.0000 and, with default options, 3\.0000: not timed"):
         interleaved.study(case, outcome, lambda c: Stepper("", 2.0 + (c.layout.options["norm"] == "online"), order))
+
+
+def test_a_ceiling_is_what_communication_leaves_to_win():
+    ratio = [Metric("default_over_row", 1.25, "x")]
+    most, reached = interleaved.ceiling(ratio, [Metric("comm_share", 50.0, "%")], 2.0)
+    assert most.value == pytest.approx(1 / 0.75) and reached.value == pytest.approx(75.0)
+    assert interleaved.ceiling(ratio, [Metric("comm_share", 50.0, "%")], 0.5)[1].reason == "the row sends no fewer bytes"
 
 
 def test_the_ratio_is_of_pairs_and_memory_is_paid_in_time():

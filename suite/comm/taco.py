@@ -28,8 +28,9 @@ the gradients before their input maps; reduce-scatters and all-gathers under seq
 
 Deviations from the authors' release, all on purpose: a NaN or Inf makes its whole group NaN and is counted, where the
 release turns it into zeros; padding is sent, so that no group is ever transformed in part; every rank decodes the same bytes,
-its own too; sums are float32 in rank order. On a GPU each of the four steps is one kernel (kernels/taco.py; `fused: false` takes
-the plain torch of kernels/taco_reference.py, as a CPU does).
+its own too; sums are float32 in rank order. On a GPU each of the four steps is one kernel (kernels/taco.py), and where ranks read
+each other's memory a whole collective is (kernels/exchange.py); `fused: false` takes the plain torch of kernels/taco_reference.py,
+as a CPU does.
 """
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two variants of a training step in one launch: the case's layout against the same layout with its options at their defaults.
+"""Two variants of a training step in one launch: a layout against the same with its options at their defaults, or, where they
+are, a codec against the plain bf16 wire.
 
 A `measure: ab` case trains two models of the same seed on the same batches, in turn. `steps` is the number of pairs:
 
@@ -10,11 +11,15 @@ Clocks, temperature and neighbours drift over minutes; the blocks of a pair lie 
     step_time                       ms   of the row, median over pairs;  default_step_time: of the default
     default_over_row                x    exp of the mean over pairs of log(default / row): below 1 the default is faster
     default_over_row_upper_bound    x    its one-sided 95 % bound (Student's t): at most 1.01 says `not slower` to a percent
+    default_over_row_lower_bound    x    the other one: at least 0.99 says that the row is not slower
+    comm_share                      %    communication's share of the default's step, profiled apart; where a codec is compared
+    speedup_ceiling                 x    1 / (1 - c + c / k): c that share, k how many times fewer bytes the row's wire carries
+    speedup_reached                 %    (default_over_row - 1) / (speedup_ceiling - 1)
     memory_saved                    MB   peak of the default's blocks less that of the row's, weights and states aside
     checkpoint_mb_per_ms            MB/ms  memory_saved over the time that a step takes longer (BOOST, its Table 3), for rows that
                                     save memory and pay time; others say why not
 
-Their first losses must agree within AGREE: a variant that computes something else is not timed.
+Their first losses must agree within AGREE (AGREE_CODED with a codec): a variant that computes something else is not timed.
 """
 from __future__ import annotations
 
@@ -27,17 +32,24 @@ import torch
 from suite.case import Case
 from suite.measure.clock import StepClock
 from suite.measure.overhead import bound
+from suite.measure.profile import communication_share
 from suite.measure.quantile import metric_from, quantiles
 from suite.record import CaseFailed, Metric
 
 WARM, SETTLE, STEPS = 3, 1, 2
-AGREE = 0.01  # of the loss; layouts never change the function
+AGREE, AGREE_CODED = 0.01, 0.05  # of the loss; layouts never change the function, a codec has its error
+PROFILED = 2
 MB = 1e6
 
 
 def default_of(case: Case) -> Case:
-    """The case with its layout's options at their defaults, a timed one."""
-    return Case.model_validate(case.row() | {"layout": {"name": case.layout.name}, "measure": "speed", "name": None})
+    """What the case is compared with, a timed one."""
+    other = {"comm": {}} if _codec(case) else {"layout": {"name": case.layout.name}}
+    return Case.model_validate(case.row() | other | {"measure": "speed", "name": None})
+
+
+def _codec(case: Case) -> bool:
+    return not case.layout.off_default("layout")
 
 
 def study(case: Case, outcome: Any, trainer: Callable[[Case], Any]) -> None:
@@ -46,7 +58,8 @@ def study(case: Case, outcome: Any, trainer: Callable[[Case], Any]) -> None:
     row, default = trainer(case), trainer(default_of(case))
     losses = [[float(one.step(step)[0]) for step in range(WARM)] for one in (row, default)]
     mine, other = (values[0] for values in losses)
-    if not abs(mine - other) <= AGREE * abs(other):
+    coded = _codec(case)
+    if not abs(mine - other) <= (AGREE_CODED if coded else AGREE) * abs(other):
         raise CaseFailed(f"ab: first losses {mine:.4f} and, with default options, {other:.4f}: not timed")
     outcome.phases["setup"] = time.perf_counter() - began
     began = time.perf_counter()
@@ -60,6 +73,30 @@ def study(case: Case, outcome: Any, trainer: Callable[[Case], Any]) -> None:
         peaks.append((found[row][1], found[default][1]))
     outcome.phases["timed"] = time.perf_counter() - began
     outcome.metrics += metrics(taken, peaks)
+    if coded:
+        began = time.perf_counter()
+        next_step = WARM + case.steps * (SETTLE + STEPS)
+        share = communication_share(lambda n: default.step(next_step + n), PROFILED, default.device)
+        outcome.metrics += share + ceiling(outcome.metrics, share, _sent(default, next_step + 9) / _sent(row, next_step + 9))
+        outcome.facts["paths"] = row.assembled.tp.choices.rows()
+        outcome.phases["profile"] = time.perf_counter() - began
+
+
+def _sent(trainer: Any, step: int) -> float:
+    """Bytes a rank sends over the tensor-parallel group in a step."""
+    trainer.assembled.counter.reset()
+    trainer.step(step)
+    return sum(row.wire_bytes for row in trainer.assembled.counter.snapshot() if row.group == "tp")
+
+
+def ceiling(found: Iterable[Metric], share: Iterable[Metric], fewer: float) -> list[Metric]:
+    """What the share of communication leaves to win, and how much of it was won. fewer: bytes of the default over the row's."""
+    ratio = next(m.value for m in found if m.name == "default_over_row")
+    c = next(m.value for m in share if m.name == "comm_share") / 100
+    most = 1 / (1 - c + c / fewer)
+    reached = 100 * (ratio - 1) / (most - 1) if fewer > 1 and c > 0 else None
+    return [Metric("speedup_ceiling", most, "x"),
+            Metric("speedup_reached", reached, "%", reason="the row sends no fewer bytes" if reached is None else None)]
 
 
 def _block(trainer: Any, first: int) -> tuple[float, float | None]:
@@ -89,7 +126,8 @@ def metrics(taken: Iterable[tuple[float, float]], peaks: Iterable[tuple[float | 
     found = [metric_from([1e3 * row for row, _ in taken], "step_time", "ms"),
              metric_from([1e3 * default for _, default in taken], "default_step_time", "ms"),
              Metric("default_over_row", ratio, "x", n=len(taken), q20=ratios[1], q80=ratios[2]),
-             Metric("default_over_row_upper_bound", upper, "x", n=len(taken))]
+             Metric("default_over_row_upper_bound", upper, "x", n=len(taken)),
+             Metric("default_over_row_lower_bound", ratio**2 / upper, "x", n=len(taken))]
     names = (("memory_saved", "MB"), ("checkpoint_mb_per_ms", "MB/ms"))
     if any(peak is None for pair in peaks for peak in pair):
         return found + [Metric(name, None, unit, reason="no GPU") for name, unit in names]
