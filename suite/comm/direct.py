@@ -10,7 +10,8 @@ have read. Which slot a message gets depends on the order of calls alone, which 
 the library's all-gather or all-to-all would send.
 
 exchange     a codec with a kernel for the whole collective does all of that in one launch (kernels/exchange.py): it writes one
-             of two slots in turn, and the meeting of its programs lies between the reads of a slot and its next writing
+             of two slots in turn, and the meeting of its programs lies between the reads of a slot and its next writing.
+             A CUDA graph of messages must hold an even number of each size: its first would else write what its last still reads
 
 torch.distributed._symmetric_memory is private and moves: it is touched here alone (tried with torch 2.11). Plain peer
 buffers, no multicast. It needs NCCL ranks of one host that reach each other's memory; `usable` says why not.
