@@ -26,11 +26,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import grouped_reference
-from kernels.float8 import from_code
 from kernels.launch import Kept, Launch
 from kernels.taco import HARDWARE, MODES, TILE, WARPS, WIDEST, _by_arch, _grid, _halves, _numbers, _transform, matrix
 from kernels.taco_reference import FORMATS, Format, checked, nbytes
-from kernels.taco_tile import COARSE, PAPER, butterflies, factors, fetched, product, scales, write
+from kernels.taco_tile import butterflies, put, summand, transformed, write
 
 WIDTH = 1024  # the most programs of a call
 ROUNDS = 8  # the most rounds
@@ -97,27 +96,8 @@ def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_
                     inside = place < groups
                     base = start.to(tl.int64) * G
                     left = n - base
-                    sent = 0.0
-                    if MODE != PAPER and MODE != COARSE:
-                        if PRODUCT:
-                            y = product(source + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE,
-                                        FOLD)
-                        else:
-                            y = fetched(source + base, here, left, inside, WHOLE, FULL).to(tl.float32)
-                            if HADAMARD:
-                                y = butterflies(y * NORM, ROWS, G, 0, LOG_G)
-                    else:
-                        y = fetched(source + base, here, left, inside, WHOLE, FULL).to(tl.float32)
-                        pre, sent = factors(y, MODE, ALPHA, TOP, G)
-                        pre *= NORM
-                        if PRODUCT:
-                            y = product(source + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE,
-                                        FOLD)
-                            y *= pre[:, None]
-                        else:
-                            y *= pre[:, None]
-                            if HADAMARD:
-                                y = butterflies(y, ROWS, G, 0, LOG_G)
+                    y, sent = transformed(source + base, here, part, left, inside, h, ROWS, G, LOG_G, K, HADAMARD, PRODUCT, WHOLE,
+                                          NORM, MODE, ALPHA, TOP, BITS, LOWEST, FULL, HARDWARE, FOLD)
                     write(y, sent, wire, place, inside, here, groups, base, sent_row * size + base, bad, None, seed_low, seed_high,
                           ROWS, G, MODE, False, TOP, TOP_CODE, BITS, LOWEST, CHANCE, FULL, HARDWARE)
         if PHASE != _READ and PHASE != _WRITE:
@@ -138,13 +118,8 @@ def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_
                 total = tl.zeros([ROWS, G], tl.float32)
                 for rank in tl.static_range(PEERS):
                     wire = tl.multiple_of(tl.load(slots + rank).to(tl.pointer_type(tl.uint8)), 16) + row * slot_stride
-                    if READ_PRODUCT:
-                        value = product(wire + base, part, left, inside, g, False, K, G // K, True, FULL, BITS, LOWEST, HARDWARE,
-                                        FOLD)
-                    else:
-                        value = from_code(fetched(wire + base, here, left, inside, True, FULL), tl.float32, BITS, LOWEST, HARDWARE)
-                    scale = scales((wire + size).to(tl.pointer_type(tl.float32)), place, inside, groups, MODE) * READ_NORM
-                    value *= scale[:, None]
+                    value = summand(wire, here, part, base, size, place, inside, groups, g, G, K, READ_PRODUCT, READ_NORM, MODE,
+                                    BITS, LOWEST, FULL, HARDWARE, FOLD)
                     if SUM:
                         total = value if rank == 0 else total + value
                     else:
@@ -155,18 +130,6 @@ def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_
                     if HADAMARD and not READ_PRODUCT:
                         total = butterflies(total, ROWS, G, 0, LOG_G)
                     put(total, out + base, here, left, inside, WHOLE, FULL)
-
-
-@triton.jit
-def put(value, out, here, left, inside, WHOLE: tl.constexpr, FULL: tl.constexpr):
-    """Elements of groups that exist, and before `left` where a row ends within a group."""
-    result = value.to(out.dtype.element_ty)
-    if FULL:
-        tl.store(out + here, result)
-    elif WHOLE:
-        tl.store(out + here, result, mask=inside[:, None])
-    else:
-        tl.store(out + here, result, mask=here < left)
 
 
 @lru_cache(maxsize=4096)

@@ -30,7 +30,7 @@ from torch import Tensor
 from kernels.float8 import from_code
 from kernels.launch import Kept, Launch
 from kernels.taco_reference import FORMATS, Format, checked, groups_of, nbytes
-from kernels.taco_tile import COARSE, LEAN, PAPER, QUOTIENT, butterflies, factors, fetched, product, scales, write
+from kernels.taco_tile import COARSE, LEAN, QUOTIENT, butterflies, factors, fetched, put, scales, summand, transformed, write
 from kernels.wires import decoded, encoded, fits, reduced, rows_of
 
 # elements a program holds at a time: where there is a product, where there is none, where registers would not suffice
@@ -64,25 +64,8 @@ def encode_kernel(x, wire, bad, peaks, matrix, seed_low, seed_high, n, groups, x
         inside = place < groups
         base = start.to(tl.int64) * G
         left = n - base
-        sent = 0.0
-        if MODE != PAPER and MODE != COARSE:
-            if PRODUCT:
-                y = product(x + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE, FOLD)
-            else:
-                y = fetched(x + base, here, left, inside, WHOLE, FULL).to(tl.float32)
-                if HADAMARD:
-                    y = butterflies(y * NORM, ROWS, G, 0, LOG_G)
-        else:
-            y = fetched(x + base, here, left, inside, WHOLE, FULL).to(tl.float32)
-            pre, sent = factors(y, MODE, ALPHA, TOP, G)
-            pre *= NORM
-            if PRODUCT:
-                y = product(x + base, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE,
-                            FOLD) * pre[:, None]
-            else:
-                y *= pre[:, None]
-                if HADAMARD:
-                    y = butterflies(y, ROWS, G, 0, LOG_G)
+        y, sent = transformed(x + base, here, part, left, inside, h, ROWS, G, LOG_G, K, HADAMARD, PRODUCT, WHOLE, NORM, MODE, ALPHA,
+                              TOP, BITS, LOWEST, FULL, HARDWARE, FOLD)
         write(y, sent, wire, place, inside, here, groups, base, row * groups * G + base, bad, peak_of_row, seed_low, seed_high,
               ROWS, G, MODE, SECOND, TOP, TOP_CODE, BITS, LOWEST, CHANCE, FULL, HARDWARE)
 
@@ -106,27 +89,16 @@ def decode_kernel(wire, out, matrix, n, groups, stripe, wire_stride, out_stride,
         inside = place < groups
         base = start.to(tl.int64) * G
         left = n - base
-        held = size - base
         source = wire
         total = tl.zeros([ROWS, G], tl.float32)
         for r in tl.static_range(STRIPES):
-            if PRODUCT:
-                value = product(source + base, part, held, inside, h, False, K, G // K, True, FULL, BITS, LOWEST, HARDWARE, FOLD)
-            else:
-                value = from_code(fetched(source + base, here, left, inside, True, FULL), tl.float32, BITS, LOWEST, HARDWARE)
-            scale = scales((source + size).to(tl.pointer_type(tl.float32)), place, inside, groups, MODE) * NORM
-            value *= scale[:, None]
+            value = summand(source, here, part, base, size, place, inside, groups, h, G, K, PRODUCT, NORM, MODE, BITS, LOWEST, FULL,
+                            HARDWARE, FOLD)
             total = value if r == 0 else total + value
             source += stripe
         if HADAMARD and not PRODUCT:
             total = butterflies(total, ROWS, G, 0, LOG_G)
-        result = total.to(out.dtype.element_ty)
-        if FULL:
-            tl.store(out + base + here, result)
-        elif WHOLE:
-            tl.store(out + base + here, result, mask=inside[:, None])
-        else:
-            tl.store(out + base + here, result, mask=here < left)
+        put(total, out + base, here, left, inside, WHOLE, FULL)
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "groups"])

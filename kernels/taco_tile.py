@@ -133,6 +133,58 @@ def factors(x, MODE: tl.constexpr, ALPHA: tl.constexpr, TOP: tl.constexpr, G: tl
 
 
 @triton.jit
+def transformed(x, here, part, left, inside, h, ROWS: tl.constexpr, G: tl.constexpr, LOG_G: tl.constexpr, K: tl.constexpr,
+                HADAMARD: tl.constexpr, PRODUCT: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, MODE: tl.constexpr,
+                ALPHA: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, FULL: tl.constexpr,
+                HARDWARE: tl.constexpr, FOLD: tl.constexpr):
+    """The tile that begins at x -> (alpha H x / √G, or in one step with its scale H x / G; what is sent of alpha)."""
+    sent = 0.0
+    if MODE != PAPER and MODE != COARSE:
+        if PRODUCT:
+            y = product(x, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE, FOLD)
+        else:
+            y = fetched(x, here, left, inside, WHOLE, FULL).to(tl.float32)
+            if HADAMARD:
+                y = butterflies(y * NORM, ROWS, G, 0, LOG_G)
+    else:
+        y = fetched(x, here, left, inside, WHOLE, FULL).to(tl.float32)
+        pre, sent = factors(y, MODE, ALPHA, TOP, G)
+        pre *= NORM
+        if PRODUCT:
+            y = product(x, part, left, inside, h, True, K, G // K, WHOLE, FULL, BITS, LOWEST, HARDWARE, FOLD) * pre[:, None]
+        else:
+            y *= pre[:, None]
+            if HADAMARD:
+                y = butterflies(y, ROWS, G, 0, LOG_G)
+    return y, sent
+
+
+@triton.jit
+def summand(wire, here, part, base, size, place, inside, groups, h, G: tl.constexpr, K: tl.constexpr, PRODUCT: tl.constexpr,
+            NORM: tl.constexpr, MODE: tl.constexpr, BITS: tl.constexpr, LOWEST: tl.constexpr, FULL: tl.constexpr,
+            HARDWARE: tl.constexpr, FOLD: tl.constexpr):
+    """A tile of a row's codes times their scales, and times H where there is a product. wire: of the row of `size` codes."""
+    if PRODUCT:
+        value = product(wire + base, part, size - base, inside, h, False, K, G // K, True, FULL, BITS, LOWEST, HARDWARE, FOLD)
+    else:
+        value = from_code(fetched(wire + base, here, 0, inside, True, FULL), tl.float32, BITS, LOWEST, HARDWARE)
+    scale = scales((wire + size).to(tl.pointer_type(tl.float32)), place, inside, groups, MODE) * NORM
+    return value * scale[:, None]
+
+
+@triton.jit
+def put(value, out, here, left, inside, WHOLE: tl.constexpr, FULL: tl.constexpr):
+    """Elements of groups that exist, and before `left` where a row ends within a group."""
+    result = value.to(out.dtype.element_ty)
+    if FULL:
+        tl.store(out + here, result)
+    elif WHOLE:
+        tl.store(out + here, result, mask=inside[:, None])
+    else:
+        tl.store(out + here, result, mask=here < left)
+
+
+@triton.jit
 def coded(v, first, seed_low, seed_high, ROWS: tl.constexpr, G: tl.constexpr, TOP_CODE: tl.constexpr, BITS: tl.constexpr,
           LOWEST: tl.constexpr, CHANCE: tl.constexpr, HARDWARE: tl.constexpr):
     """first: index of the tile's first element in the whole tensor, a multiple of 4."""

@@ -73,6 +73,8 @@ def interpret() -> None:
     for options, n in zip(EXCHANGED, (600, 1024, 600, 600, 1024, 600, 600), strict=True):
         check("cpu", torch.float32, n, options, calls=1, product=False)
     check("cpu", torch.float32, 4600, EXCHANGED[0], peers=3, calls=1, product=True)
+    taco.TILE = exchange.TILE = 2048  # 8 groups of 256, of which a product takes the halves as rows, and a row that ends in one
+    check("cpu", torch.float32, 9 * 256 + 88, {"group": 256}, calls=1, product=True)
     sys.stdout.write(f"{len(EXCHANGED)} settings\n")
 
 
