@@ -10,7 +10,7 @@ Program b of every rank holds the same tiles, so that it need wait for the progr
 rounds: while a round is encoded the one before crosses, read by other programs of the same multiprocessor, and bytes that crossed
 are stored nowhere. Programs meet through flags, int32 [p, ROUNDS, WIDTH] on each rank: having written round k, program b of rank i
 adds one to flag [i, k, b] of every other rank, which takes it away again when it reads. Released and acquired at system scope, as
-writes to a slot must be seen over the link; flags are zeros after a call, also in a CUDA graph.
+writes to a slot must be seen over the link; once all ranks are through a call, its flags are zeros.
 Tiles, modes and numbers are those of kernels/taco.py, and with mode `quotient` of kernels/grouped.py; mode coarse, which needs two
 passes, has no such kernel.
 """
@@ -62,7 +62,7 @@ def await_peers(flags, me, number, PEERS: tl.constexpr, ROUNDS: tl.constexpr, WI
             flag = flag_of(flags, me, rank, number, ROUNDS, WIDTH)
             while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 1:
                 pass
-            tl.atomic_add(flag, -1, sem="relaxed", scope="gpu")
+            tl.atomic_add(flag, -1, sem="relaxed", scope="sys")
     tl.debug_barrier()
 
 
@@ -79,6 +79,7 @@ def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_
     part = tl.arange(0, ROWS)[:, None] * G + k[None, :]
     size = groups.to(tl.int64) * G
     mine = tl.multiple_of(tl.load(slots + me).to(tl.pointer_type(tl.uint8)), 16)
+    nought = (me * 0).to(tl.int64)  # offsets of rows are 64 bits wide
     tiles = tl.cdiv(groups, ROWS)
     step = tl.num_programs(0)
     length = tl.cdiv(tl.cdiv(tiles, step), rounds) * step
@@ -88,8 +89,8 @@ def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_
             first = number * length
             last = tl.minimum(first + length, tiles)  # none in the last round, where the one before is read
             for sent_row in tl.static_range(SENT):
-                source = x + sent_row * x_stride
-                wire = mine + sent_row * slot_stride
+                source = x + (nought + sent_row) * x_stride
+                wire = mine + (nought + sent_row) * slot_stride
                 for tile in tl.range(first + tl.program_id(0), last, step, num_stages=STAGES):
                     start = tile * ROWS
                     place = start + tl.arange(0, ROWS)
@@ -117,7 +118,7 @@ def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_
                 left = n - base
                 total = tl.zeros([ROWS, G], tl.float32)
                 for rank in tl.static_range(PEERS):
-                    wire = tl.multiple_of(tl.load(slots + rank).to(tl.pointer_type(tl.uint8)), 16) + row * slot_stride
+                    wire = tl.multiple_of(tl.load(slots + rank).to(tl.pointer_type(tl.uint8)), 16) + (nought + row) * slot_stride
                     value = summand(wire, here, part, base, size, place, inside, groups, g, G, K, READ_PRODUCT, READ_NORM, MODE,
                                     BITS, LOWEST, FULL, HARDWARE, FOLD)
                     if SUM:
@@ -125,7 +126,7 @@ def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_
                     else:
                         if HADAMARD and not READ_PRODUCT:
                             value = butterflies(value, ROWS, G, 0, LOG_G)
-                        put(value, out + rank * out_stride + base, here, left, inside, WHOLE, FULL)
+                        put(value, out + (nought + rank) * out_stride + base, here, left, inside, WHOLE, FULL)
                 if SUM:
                     if HADAMARD and not READ_PRODUCT:
                         total = butterflies(total, ROWS, G, 0, LOG_G)

@@ -153,7 +153,9 @@ def _present() -> int:
     return _architecture(torch.cuda.current_device()) if _available() else 0
 
 
-_available = cache(torch.cuda.is_available)
+@cache
+def _available() -> bool:
+    return torch.cuda.is_available() and not triton.knobs.runtime.interpret
 
 
 @cache

@@ -193,6 +193,8 @@ class Case(Row):
             raise ValueError(f"measure: {self.measure} needs mesh.tp of at least 2: with one process nothing crosses")
         if self.measure == "ab" and not (self.layout.off_default("layout") or self.comm != Comm()):
             raise ValueError("measure: ab needs a codec or an option of the layout off its default, which it is compared with")
+        if self.measure == "ab" and not self.layout.off_default("layout") and (self.mesh.tp == 1 or self.mesh.dp > 1):
+            raise ValueError("measure: ab of a codec needs mesh.tp of at least 2 and mesh.dp 1: it is about what tp sends")
         if self.measure == "ab" and self.steps < 2:
             raise ValueError("measure: ab needs steps of at least 2: fewer pairs give no interval")
         if self.measure == "quantize" and self.mesh.ranks > 1:

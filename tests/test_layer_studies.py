@@ -23,6 +23,8 @@ def test_the_other_variant_has_default_options():
     assert other.factor == case.factor and other.data == case.data
     coded = interleaved.default_of(Case(model="gpt-tiny", mesh={"tp": 2}, layout="megatron-sp", comm="taco", measure="ab"))
     assert coded.comm == Comm() and coded.layout.name == "megatron-sp" and coded.measure == "speed"
+    with pytest.raises(ValueError, match=r"needs mesh\.tp of at least 2 and mesh\.dp 1"):
+        Case(model="gpt-tiny", mesh={"tp": 2, "dp": 2}, comm="taco", measure="ab")
     with pytest.raises(ValueError, match="a codec or an option of the layout off its default"):
         Case(model="llama-tiny", factor="svd", layout="btp", measure="ab")
     with pytest.raises(ValueError, match="steps of at least 2"):

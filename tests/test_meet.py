@@ -123,16 +123,19 @@ def summed_in_place(mesh):
         return meet(wire, a, forward="all_reduce", backward="all_reduce", site=(0, "out"))[0].sin() + a + once
 
     found = []
-    for f in (block, torch.compile(block, fullgraph=True)):
+    def recomputed(x, w):
+        return checkpoint(block, x, w, use_reentrant=False)
+
+    for f in (block, torch.compile(block, fullgraph=True), torch.compile(recomputed, fullgraph=True)):
         x, w = mine(mesh, 64, 128).requires_grad_(), mine(mesh, 128, 128, seed=3).requires_grad_()
         y = f(x, w)
         grad = torch.ones_like(y)
         y.backward(grad)
         assert bool((grad == 1).all())
         found.append((y.detach(), x.grad, w.grad))
-    for a, b in zip(*found):
-        assert error(a, b) < 2e-3  # a product that rounds otherwise may take another code
-    return places
+    for eager, *others in zip(*found):
+        assert all(error(eager, other) < 2e-3 for other in others)  # a product that rounds otherwise may take another code
+    return places[:6]
 
 
 def test_a_compiled_graph_sums_in_place():

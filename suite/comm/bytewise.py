@@ -33,7 +33,8 @@ TILE = 64  # groups: slices are multiples, so that no kernel meets a tile in par
 
 @dataclass
 class Flight:
-    """A message under way: its bytes (whole, and sent by this rank), those of the statistic in it, and how it ends."""
+    """A message under way, or queued whole where it crosses in one launch: its bytes (whole, and sent by this rank), those of the
+    statistic in it, and how it ends."""
 
     payload: int
     sent: float
@@ -131,7 +132,7 @@ def all_gather(transport: Transport, codec: Codec, x: Tensor, dim: int, key: Key
 def exchanges(transport: Transport, codec: Codec, x: Tensor) -> bool:
     """Whether the message is one launch on every rank: ranks read each other's memory, and the codec has a kernel for it."""
     able = getattr(codec, "exchanges", None)
-    return able is not None and route_of(codec).direct and transport.reads_peers(x.device) and able(x)
+    return able is not None and x.numel() > 0 and route_of(codec).direct and transport.reads_peers(x.device) and able(x)
 
 
 def exchanged(transport: Transport, codec: Codec, x: Tensor, out: Tensor, op: str, key: Key,

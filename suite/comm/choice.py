@@ -68,14 +68,14 @@ def _ways(transport: Transport, codec: Codec, op: Op, x: Tensor, dim: int, key: 
         algorithms = ("one-shot", "two-shot") if wanted == "auto" else (wanted,)
         ways = {name: lambda name=name: bytewise.all_reduce(transport, codec, x, None, key, name, True).finish()
                 for name in algorithms}
-        return {UNCOMPRESSED: lambda: transport.all_reduce(x.to(torch.bfloat16)).wait(), **ways}
+        return {UNCOMPRESSED: lambda: transport.all_reduce(x.to(torch.bfloat16)).wait().to(x.dtype), **ways}
     if op == "reduce_scatter":
         def plain() -> Tensor:
             parts = x.unflatten(dim, (transport.size, x.shape[dim] // transport.size)).movedim(dim, 0)
-            return transport.reduce_scatter(parts.to(torch.bfloat16).contiguous()).wait()
+            return transport.reduce_scatter(parts.to(torch.bfloat16).contiguous()).wait().to(x.dtype)
 
         return {UNCOMPRESSED: plain, "": lambda: bytewise.reduce_scatter(transport, codec, x, dim, key).finish()}
-    return {UNCOMPRESSED: lambda: bytewise.joined(transport.all_gather(x.to(torch.bfloat16).contiguous()).wait(), dim),
+    return {UNCOMPRESSED: lambda: bytewise.joined(transport.all_gather(x.to(torch.bfloat16).contiguous()).wait(), dim).to(x.dtype),
             "": lambda: bytewise.all_gather(transport, codec, x, dim, key).finish()}
 
 

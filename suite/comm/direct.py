@@ -11,7 +11,8 @@ the library's all-gather or all-to-all would send.
 
 exchange     a codec with a kernel for the whole collective does all of that in one launch (kernels/exchange.py): it writes one
              of two slots in turn, and the meeting of its programs lies between the reads of a slot and its next writing.
-             A CUDA graph of messages must hold an even number of each size: its first would else write what its last still reads
+             A CUDA graph of messages must hold an even number of each size, as its first would else write what its last still
+             reads, and be replayed in order with all other messages
 
 torch.distributed._symmetric_memory is private and moves: it is touched here alone (tried with torch 2.11). Plain peer
 buffers, no multicast. It needs NCCL ranks of one host that reach each other's memory; `usable` says why not.
@@ -88,10 +89,11 @@ class Rooms:
         nbytes = -(-(codes + extra) // ALIGNED) * ALIGNED
         turn = self.turns.get(nbytes) or self._turn(nbytes, x.device)
         stream = torch.cuda.current_stream()
-        if self.stream is not None and stream != self.stream:
-            stream.wait_stream(self.stream)
-        self.stream = stream
-        self.counter.message(f"direct_{op}", (p if op == "all_gather" else len(x)) * (row + extra), p)
+        if stream != self.stream:
+            if self.stream is not None and not torch.cuda.is_current_stream_capturing():
+                stream.wait_stream(self.stream)
+            self.stream = stream
+        self.counter.message(f"direct_{op}", (p if op == "all_gather" else len(x)) * (codec.nbytes(x.shape[1]) + extra), p)
         slot, places = turn.slots[turn.next], turn.places[turn.next]
         turn.next = 1 - turn.next
         if tail is not None:

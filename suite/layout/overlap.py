@@ -4,6 +4,7 @@
     dh = dy w, sent                 forward: nothing      backward: all-reduce of dh [T, k r] ...
     dw = dyᵀ h, dh awaited                                ... hidden behind this product
 
+A message that is one launch on NVLink (kernels/exchange.py) is queued whole before the product: there nothing is hidden.
 One opaque operation each way, so that a compiler reorders nothing. It sends what a `meet` before the product would.
 """
 from __future__ import annotations
