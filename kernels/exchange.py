@@ -30,6 +30,7 @@ from kernels.launch import Kept, Launch
 from kernels.taco import HARDWARE, MODES, TILE, WARPS, WIDEST, _by_arch, _grid, _halves, _numbers, _transform, matrix
 from kernels.taco_reference import FORMATS, Format, checked, nbytes
 from kernels.taco_tile import butterflies, put, summand, transformed, write
+from kernels.wires import slot
 
 WIDTH = 1024  # the most programs of a call
 ROUNDS = 8  # the most rounds
@@ -181,8 +182,8 @@ def exchange_launch(x: Tensor, out: Tensor, slots: Tensor, flags: Tensor, rank: 
 
 
 def slot_bytes(n: int, group: int = 128, mode: str = "lean") -> int:
-    """Bytes from one row of a slot to the next: whole multiples of 16."""
-    return -(-nbytes(n, group, "lean" if mode == "quotient" else mode) // 16) * 16
+    """Of a row of n elements."""
+    return slot(nbytes(n, group, "lean" if mode == "quotient" else mode))
 
 
 def exchange(x: Tensor, out: Tensor, slots: Tensor, flags: Tensor, rank: int, group: int = 128, **options: Any) -> Tensor:

@@ -18,6 +18,11 @@ def fits(wire: Tensor) -> bool:
         wire.ndim == 1 or wire.stride(0) % 4 == 0)
 
 
+def slot(size: int) -> int:
+    """Bytes from one row of `size` bytes to the next in memory that peers read: whole multiples of 16."""
+    return -(-size // 16) * 16
+
+
 def encoded(x: Tensor, size: int, out: Tensor | None, write) -> Tensor:
     """x [..., n] -> wires [..., size], into `out` where given; write(x [r, n], wires [r, size]) fills them."""
     source = rows_of(x if x.dtype in DTYPES else x.to(torch.float32))

@@ -18,7 +18,7 @@ _LIBRARY = library.Library("triaxis", "FRAGMENT")
 def opaque(name: str, schema: str, function: Callable, fake: Callable, backward: Callable | None = None,
            keep: Callable | None = None) -> Any:
     """torch.ops.triaxis.<name>. schema: as `(Tensor(a!) x, SymInt n) -> Tensor`; fake: shapes and dtypes of what function gives.
-    backward(ctx, *grads), keep(ctx, inputs, output): as torch.library.register_autograd; without them: no gradient."""
+    backward(ctx, *grads), keep(ctx, inputs, output): as torch gives them to a custom operation; without them: no gradient."""
     _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     library.register_fake(f"triaxis::{name}", fake, lib=_LIBRARY)

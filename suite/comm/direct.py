@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.wires import slot as slot_stride
 from suite.comm.counter import Counter
 from suite.mesh import Group
 from suite.seams import Codec, Key
@@ -84,7 +85,7 @@ class Rooms:
         """x [r, n] of this rank -> out [1 or p, n] by the codec's kernel; `tail`: bytes that cross as they are -> those of all
         ranks where they lie, until the next exchange but one. Collective where a size is new."""
         x = x if x.stride(-1) == 1 else x.contiguous()
-        p, row = self.group.size, codec.slot_bytes(x.shape[1])
+        p, row = self.group.size, slot_stride(codec.nbytes(x.shape[1]))
         codes, extra = len(x) * row, 0 if tail is None else tail.numel()
         nbytes = -(-(codes + extra) // ALIGNED) * ALIGNED
         turn = self.turns.get(nbytes) or self._turn(nbytes, x.device)

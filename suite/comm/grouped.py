@@ -92,10 +92,6 @@ class Grouped(Nonfinite):
         """Whether `exchange` takes it."""
         return self.fused and x.dtype in (torch.bfloat16, torch.float32)
 
-    def slot_bytes(self, n: int) -> int:
-        """Of a row of n elements in memory that peers read."""
-        return -(-self.nbytes(n) // 16) * 16
-
     def exchange(self, x: Tensor, out: Tensor, slots: Tensor, flags: Tensor, rank: int, key: Key) -> None:
         """A whole collective where ranks read each other's memory: kernels/exchange.py."""
         from kernels.exchange import exchange

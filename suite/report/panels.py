@@ -102,6 +102,13 @@ def _title(ax: Any, what: str, detail: str) -> None:
                 color="0.35")
 
 
+def _on_top(ax: Any, x: float, base: float, height: float, width: float, colour: Any, hatch: str) -> float:
+    """A part of a stacked bar, filled or hatched; gives where the next one stands."""
+    ax.bar([x], [height], width * 0.92, bottom=[base], color="white" if hatch else colour, edgecolor=colour, hatch=hatch,
+           linewidth=1, zorder=3)
+    return base + height
+
+
 def _short(value: float) -> str:
     """Three significant digits, as fits above a bar."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -204,9 +211,7 @@ def wire(ax: Any, entries: Sequence[Entry], style: Style) -> bool:
             if not values:
                 continue
             height = median(values) / scale
-            ax.bar([x], [height], width * 0.92, bottom=[base], color="white" if hatch else style.colours[name],
-                   edgecolor=style.colours[name], hatch=hatch, linewidth=1, zorder=3)
-            base += height
+            base = _on_top(ax, x, base, height, width, style.colours[name], hatch)
         ax.text(x, base, _short(base), ha="center", va="bottom", fontsize=6.5, zorder=4)
     ax.set_xticks(range(len(ticks)), ticks)
     ax.margins(y=0.12)

@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from suite.record import Metric
-from suite.report.panels import TRAINING, Style, _grid, _short, _title, _width
+from suite.report.panels import TRAINING, Style, _grid, _on_top, _short, _title, _width
 from suite.report.source import Entry
 
 MIB = 2**20
@@ -93,9 +93,7 @@ def layer(ax: Any, entries: Sequence[Entry], style: Style) -> bool:
             metrics = [_value(e, part) for e in group]
             samples |= {m.n for m in metrics if m.n}
             height = median(m.value for m in metrics)
-            ax.bar([x], [height], width * 0.92, bottom=[base], color="white" if hatch else style.colours[name],
-                   edgecolor=style.colours[name], hatch=hatch, linewidth=1, zorder=3)
-            base += height
+            base = _on_top(ax, x, base, height, width, style.colours[name], hatch)
         ax.text(x, base, _short(base), ha="center", va="bottom", fontsize=6.5, zorder=4)
     ax.set_xticks(range(len(ticks)), ticks)
     ax.margins(y=0.12)
