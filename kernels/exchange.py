@@ -29,7 +29,7 @@ from kernels import grouped_reference
 from kernels.launch import Kept, Launch
 from kernels.taco import HARDWARE, MODES, TILE, WARPS, WIDEST, _by_arch, _grid, _halves, _numbers, _transform, matrix
 from kernels.taco_reference import FORMATS, Format, checked, nbytes
-from kernels.taco_tile import butterflies, put, summand, transformed, write
+from kernels.taco_tile import butterflies, placed, put, summand, transformed, write
 from kernels.wires import slot
 
 WIDTH = 1024  # the most programs of a call
@@ -93,10 +93,7 @@ def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_
                 source = x + (nought + sent_row) * x_stride
                 wire = mine + (nought + sent_row) * slot_stride
                 for tile in tl.range(first + tl.program_id(0), last, step, num_stages=STAGES):
-                    start = tile * ROWS
-                    place = start + tl.arange(0, ROWS)
-                    inside = place < groups
-                    base = start.to(tl.int64) * G
+                    place, inside, base = placed(tile, groups, ROWS, G)
                     left = n - base
                     y, sent = transformed(source + base, here, part, left, inside, h, ROWS, G, LOG_G, K, HADAMARD, PRODUCT, WHOLE,
                                           NORM, MODE, ALPHA, TOP, BITS, LOWEST, FULL, HARDWARE, FOLD)
@@ -112,10 +109,7 @@ def exchange_kernel(x, out, slots, flags, bad, encoder, decoder, seed_low, seed_
             first = tl.maximum(number - 1, 0) * length
             last = tl.where(number > 0, tl.minimum(first + length, tiles), 0)
             for tile in tl.range(first + tl.program_id(0), last, step, num_stages=STAGES):
-                start = tile * ROWS
-                place = start + tl.arange(0, ROWS)
-                inside = place < groups
-                base = start.to(tl.int64) * G
+                place, inside, base = placed(tile, groups, ROWS, G)
                 left = n - base
                 total = tl.zeros([ROWS, G], tl.float32)
                 for rank in tl.static_range(PEERS):

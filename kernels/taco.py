@@ -30,7 +30,20 @@ from torch import Tensor
 from kernels.float8 import from_code
 from kernels.launch import Kept, Launch
 from kernels.taco_reference import FORMATS, Format, checked, groups_of, nbytes
-from kernels.taco_tile import COARSE, LEAN, QUOTIENT, butterflies, factors, fetched, put, scales, summand, transformed, write
+from kernels.taco_tile import (
+    COARSE,
+    LEAN,
+    QUOTIENT,
+    butterflies,
+    factors,
+    fetched,
+    placed,
+    put,
+    scales,
+    summand,
+    transformed,
+    write,
+)
 from kernels.wires import decoded, encoded, fits, reduced, rows_of
 
 # elements a program holds at a time: where there is a product, where there is none, where registers would not suffice
@@ -59,10 +72,7 @@ def encode_kernel(x, wire, bad, peaks, matrix, seed_low, seed_high, n, groups, x
     part = tl.arange(0, ROWS)[:, None] * G + k[None, :]
     peak_of_row = peaks + row if MODE == COARSE else None
     for tile in tl.range(tl.program_id(0), tl.cdiv(groups, ROWS), tl.num_programs(0), num_stages=STAGES):
-        start = tile * ROWS
-        place = start + tl.arange(0, ROWS)
-        inside = place < groups
-        base = start.to(tl.int64) * G
+        place, inside, base = placed(tile, groups, ROWS, G)
         left = n - base
         y, sent = transformed(x + base, here, part, left, inside, h, ROWS, G, LOG_G, K, HADAMARD, PRODUCT, WHOLE, NORM, MODE, ALPHA,
                               TOP, BITS, LOWEST, FULL, HARDWARE, FOLD)
@@ -84,10 +94,7 @@ def decode_kernel(wire, out, matrix, n, groups, stripe, wire_stride, out_stride,
     part = tl.arange(0, ROWS)[:, None] * G + k[None, :]
     size = groups.to(tl.int64) * G
     for tile in tl.range(tl.program_id(0), tl.cdiv(groups, ROWS), tl.num_programs(0), num_stages=STAGES):
-        start = tile * ROWS
-        place = start + tl.arange(0, ROWS)
-        inside = place < groups
-        base = start.to(tl.int64) * G
+        place, inside, base = placed(tile, groups, ROWS, G)
         left = n - base
         source = wire
         total = tl.zeros([ROWS, G], tl.float32)
@@ -109,10 +116,7 @@ def reduce_kernel(wire, out, bad, peaks, seed_low, seed_high, groups, stripe, RO
     here = tl.arange(0, ROWS)[:, None] * G + tl.arange(0, G)[None, :]
     size = groups.to(tl.int64) * G
     for tile in tl.range(tl.program_id(0), tl.cdiv(groups, ROWS), tl.num_programs(0), num_stages=STAGES):
-        start = tile * ROWS
-        place = start + tl.arange(0, ROWS)
-        inside = place < groups
-        base = start.to(tl.int64) * G
+        place, inside, base = placed(tile, groups, ROWS, G)
         source = wire
         y = tl.zeros([ROWS, G], tl.float32)
         for r in tl.static_range(STRIPES):

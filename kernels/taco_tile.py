@@ -34,6 +34,14 @@ def beside(a, b):
 
 
 @triton.jit
+def placed(tile, groups, ROWS: tl.constexpr, G: tl.constexpr):
+    """A tile of a row -> (its groups [ROWS], which of them exist, its first element)."""
+    start = tile * ROWS
+    place = start + tl.arange(0, ROWS)
+    return place, place < groups, start.to(tl.int64) * G
+
+
+@triton.jit
 def fetched(x, here, left, inside, WHOLE: tl.constexpr, FULL: tl.constexpr):
     """Elements at x + here: those of groups that exist, and before `left` where a row ends within a group. Others are 0."""
     if FULL:
