@@ -144,6 +144,7 @@ class Case(Row):
     measure: Literal["loss", "speed", "codec", "collective", "ab", "block", "quantize"] = "loss"
     implementation: Literal["triaxis", "transformers"] = "triaxis"
     compile: bool | None = None  # none: where the device is a GPU
+    graph: bool = False  # a step's passes are recorded once as a CUDA graph and replayed (suite/recorded.py): for timing
     init: str | None = None  # path of a checkpoint to start from (ours or Hugging Face safetensors)
     save: int = Field(0, ge=0)  # steps between checkpoints, from which a cut run goes on; 0: none
     name: str | None = None
@@ -199,6 +200,12 @@ class Case(Row):
             raise ValueError("measure: ab needs steps of at least 2: fewer pairs give no interval")
         if self.measure == "quantize" and self.mesh.ranks > 1:
             raise ValueError("measure: quantize runs on one process")
+        if self.graph and (self.device == "cpu" or self.measure not in ("speed", "ab") or self.implementation != "triaxis"):
+            raise ValueError("graph: needs device: cuda, measure: speed or ab and implementation: triaxis")
+        if self.graph and self.link == "gloo":
+            raise ValueError("graph: link: gloo passes host memory, which a graph cannot")
+        if self.graph and any(c.options.get("rounding") == "stochastic" for c in (self.comm.tp.forward, self.comm.tp.backward)):
+            raise ValueError("graph: a codec with rounding: stochastic would draw the same noise at every replay")
         if self.implementation == "transformers" and self.measure not in ("loss", "speed"):
             raise ValueError(f"measure: {self.measure} needs implementation: triaxis")
         if self.implementation == "transformers" and self.mesh.ranks > 1:
@@ -256,8 +263,8 @@ def _identify(case: Case) -> str:
     for part in ("data", "optim"):
         mine, usual = getattr(case, part).model_dump(), type(getattr(case, part))().model_dump()
         words += [f"{k}={_word(v)}" for k, v in mine.items() if v != usual[k]]
-    usual = {"device": "cpu", "measure": "loss", "implementation": "triaxis", "compile": case.device == "cuda", "init": None,
-             "save": 0, "steps": 50}
+    usual = {"device": "cpu", "measure": "loss", "implementation": "triaxis", "compile": case.device == "cuda", "graph": False,
+             "init": None, "save": 0, "steps": 50}
     words += [_word(v) if k in ("device", "measure", "implementation") else f"{k}={_word(v)}"
               for k, v in ((k, getattr(case, k)) for k in usual) if v != usual[k]]
     return "_".join([*words, f"s{case.seed}"])

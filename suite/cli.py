@@ -295,7 +295,8 @@ def overhead(case: str, pairs: int = 12, steps: int = 10) -> None:
     from suite.measure.overhead import overhead as measured
     from suite.mesh import Mesh
     from suite.report.overhead import path_of
-    from suite.train import WARMUP, Trainer
+    from suite.train import WARMUP
+    from suite.trainer import Trainer
 
     one = workload.find(case).case
     trainer = Trainer(one, Mesh.from_env(device=one.device))

@@ -5,8 +5,7 @@
                  separate profiled ones for the share of communication
     codec, collective, ab, block    suite/measure/captured.py, collective.py, interleaved.py and block.py
 
-A step: gradient accumulation over micro-batches -> gradients settled over ranks -> clipped by the global norm -> AdamW under
-a cosine schedule with warm-up. Weights are kept in the precision's `master` dtype.
+The step itself: suite/trainer.py.
 """
 from __future__ import annotations
 
@@ -23,25 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from suite import data as text
-from suite.assemble import assemble
-from suite.case import Case, Optim
-from suite.checkpoint import Checkpoint, initialise
+from suite.case import Case
+from suite.checkpoint import Checkpoint
 from suite.measure import flops
 from suite.measure.clock import StepClock, quantiles
 from suite.measure.nvml import Sampler, summarise
 from suite.measure.profile import communication_share
 from suite.measure.study import study
 from suite.mesh import Mesh
-from suite.optimizer import AdamW
 from suite.record import CaseFailed, Metric, Traffic
-from suite.seams import Key
-from suite.workload import models
+from suite.recorded import EAGER
+from suite.trainer import Trainer, rate
 
 WARMUP = {"cpu": 2, "cuda": 6}
 PROFILED = 2
 CHECK = {"cpu": 1, "cuda": 10}  # steps between looks at the loss: a look synchronises
-VALIDATION = 64  # sequences
 
 
 @dataclass
@@ -55,124 +50,6 @@ class Outcome:
     samples: Path | None = None
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # name -> rows of <case>.<name>.csv
     facts: dict[str, Any] = field(default_factory=dict)  # goes to the record's provenance
-
-
-def rate(optim: Optim, step: int, steps: int) -> float:
-    """Learning rate of a step (0-based): linear warm-up, then a cosine down to `floor`."""
-    warm = optim.warmup * steps
-    if step < warm:
-        return optim.lr * (step + 1) / math.ceil(warm)
-    along = (step - warm) / max(1.0, steps - 1 - warm)
-    return optim.lr * (optim.floor + (1 - optim.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, along))))
-
-
-def _usual_adamw(parameters: list[Tensor], o: Optim) -> torch.optim.AdamW:
-    """torch's own, fused, decay on matrices only."""
-    groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": o.decay},
-              {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True)
-
-
-class Trainer:
-    """One model under training on this rank. `step` enqueues a whole step and returns its loss and gradient norm as tensors."""
-
-    def __init__(self, case: Case, mesh: Mesh):
-        self.case, self.mesh, self.device = case, mesh, mesh.device
-        self.card = models()[case.model]
-        prepared = text.prepare(case.data, self.card["vocab"])
-        self.tokens, self.vocab, self.digest = prepared.open(), prepared.vocab_size, prepared.digest
-        self.parts: list = []
-        if case.implementation == "transformers":
-            from suite import peer
-
-            self.model = peer.build(case, self.card, self.vocab, self.device)
-            self.assembled, self.optimizer = None, _usual_adamw(self.model.parameters(), case.optim)
-        else:
-            self.assembled = assemble(case, mesh, self.vocab)
-            self.model, weights = self.assembled.model, self.assembled.model.weights
-            if case.init is not None:
-                initialise(weights, Path(case.init), self.card, self.vocab)
-            self.parts = self.assembled.parts
-            self.optimizer = AdamW(weights.leaves.values(), case.optim)
-        self.micro_batches = case.data.batch // (case.mesh.dp * case.micro)
-
-    def batch(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
-        """(ids, targets) [micro, seq] of this replica."""
-        first = (self.mesh.dp_index * self.micro_batches + micro) * self.case.micro
-        rows = self.tokens.batch(step, self.case.seed, range(first, first + self.case.micro), self.case.data.seq)
-        return self._pair(torch.from_numpy(rows))
-
-    def _pair(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        if self.device.type == "cuda":
-            rows = rows.pin_memory().to(self.device, non_blocking=True)
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-    def step(self, step: int) -> tuple[Tensor, Tensor]:
-        lr = rate(self.case.optim, min(step, self.case.steps - 1), self.case.steps)
-        total = None
-        for micro in range(self.micro_batches):
-            ids, targets = self.batch(step, micro)
-            if self.assembled:
-                self._key(Key(self.case.seed, step, micro, self.mesh.dp_index))
-            loss = self.model.loss(ids, targets) / self.micro_batches
-            loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        if not self.assembled:
-            return total, self._usual_update(lr)
-        self.assembled.gradients.settle()
-        norm, factor = self.assembled.gradients.clip(self.case.optim.clip)
-        total = self._mean(total)
-        self.optimizer.step(lr, factor)
-        self.optimizer.zero()
-        for part in self.parts:
-            part.after_step(step, self.model.weights)
-        return total, norm
-
-    def _usual_update(self, lr: float) -> Tensor:
-        """Clipping and AdamW as users of transformers have them; returns the gradient norm."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.optim.clip or math.inf, foreach=True)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
-
-    def barrier(self) -> None:
-        """Returns once every rank has come here."""
-        if self.assembled:
-            for wire in (self.assembled.tp, self.assembled.dp):
-                wire.barrier()
-
-    def _key(self, key: Key) -> None:
-        """Names the micro-batch in all noise that is drawn: for products on the device, for codecs on the wires."""
-        # from pinned memory: a copy from pageable memory would wait for the device
-        named = torch.tensor([key.seed, key.step, key.micro, key.dp], pin_memory=self.device.type == "cuda")
-        self.model.noise.copy_(named, non_blocking=True)
-        for wire in (self.assembled.tp, self.assembled.dp):
-            wire.key = key
-
-    def nonfinite(self) -> str:
-        """The first message of this rank that held a NaN or Inf when it was encoded, for people; empty where none did."""
-        found = self.assembled.tp.nonfinite_at if self.assembled else {}
-        named = [f"; NaN or Inf in layer {layer}, {name}, {operand}" for ((layer, name), operand), count in found.items() if count]
-        return named[0] if named else ""
-
-    def _mean(self, loss: Tensor) -> Tensor:
-        """Mean over replicas."""
-        dp = self.assembled.dp
-        if dp.size == 1:
-            return loss
-        total, _ = dp.run("all_reduce", loss.reshape(1), site=(-1, "loss"), way="step", purpose="loss")
-        return total.reshape(()) / dp.size
-
-    @torch.no_grad()
-    def validate(self) -> tuple[float, int]:
-        """(mean loss over fixed windows of the validation split, how many windows). The same windows for every case."""
-        rows = torch.from_numpy(self.tokens.validation(self.case.data.seq, VALIDATION))
-        if len(rows) > self.case.micro:  # whole micro-batches, as in training
-            rows = rows[:len(rows) // self.case.micro * self.case.micro]
-        losses = [self.model.loss(*self._pair(piece)) * len(piece) for piece in rows.split(self.case.micro)]
-        return (torch.stack(losses).sum() / len(rows)).item(), len(rows)
 
 
 def execute(case: Case, mesh: Mesh, *, progress: Callable[..., None], folder: Path) -> Outcome:
@@ -328,6 +205,7 @@ def _speed_run(case: Case, trainer: Trainer, outcome: Outcome, progress: Callabl
     mesh, device = trainer.mesh, trainer.device
     tokens = case.data.batch * case.data.seq
     warm = 1 if case.steps <= 3 else WARMUP[device.type]  # so few steps are of a slow link, where one compiles all
+    warm = max(warm, EAGER + 1) if case.graph else warm
     curve = _Curve(case, mesh, outcome, progress, warm + case.steps, tokens)
     began = time.perf_counter()
     for step in range(warm):
@@ -336,7 +214,7 @@ def _speed_run(case: Case, trainer: Trainer, outcome: Outcome, progress: Callabl
         curve.add(step, *result)
     curve.look()
     outcome.phases["warmup"] = time.perf_counter() - began
-    if device.type == "cuda":
+    if device.type == "cuda" and not case.graph:  # a graph's memory is its own: the peak is that of the steps before it
         torch.cuda.reset_peak_memory_stats(device)
     results = []
     clock = StepClock(device, trainer.barrier)

@@ -51,13 +51,13 @@ def test_blocks_take_turns_and_unlike_losses_are_not_timed():
     case = Case(model="llama-tiny", factor="svd", layout={"name": "btp", "norm": "sync"}, measure="ab", steps=2)
     order, outcome = [], SimpleNamespace(metrics=[], phases={})
     interleaved.study(case, outcome, lambda c: Stepper(c.layout.options["norm"], 2.0, order))
-    numbers = [3, 4, 5]
-    assert [name for name, _ in order[6:]] == ["online"] * 3 + ["sync"] * 3 + ["sync"] * 3 + ["online"] * 3
-    assert [n for _, n in order[6:]] == 2 * numbers + 2 * [6, 7, 8]
+    pairs, first = order[2 * interleaved.WARM:], interleaved.WARM
+    assert [name for name, _ in pairs] == ["online"] * 3 + ["sync"] * 3 + ["sync"] * 3 + ["online"] * 3
+    assert [n for _, n in pairs] == 2 * [first, first + 1, first + 2] + 2 * [first + 3, first + 4, first + 5]
     assert {m.name for m in outcome.metrics} == {"step_time", "default_step_time", "default_over_row", "memory_saved",
                                                  "default_over_row_upper_bound", "default_over_row_lower_bound",
                                                  "checkpoint_mb_per_ms"}
-    with pytest.raises(CaseFailed, match=r"first losses 2\.0000 and, with default options, 3\.0000: not timed"):
+    with pytest.raises(CaseFailed, match=r"losses of step 0: 2\.0000 and, with default options, 3\.0000: not timed"):
         interleaved.study(case, outcome, lambda c: Stepper("", 2.0 + (c.layout.options["norm"] == "online"), order))
 
 

@@ -12,7 +12,8 @@ from suite.assemble import assemble
 from suite.case import Case, Optim
 from suite.mesh import Mesh
 from suite.optimizer import KINDS, AdamW
-from suite.train import Trainer, execute, rate
+from suite.train import execute
+from suite.trainer import Trainer, rate
 
 BF16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float32, torch.float64
 OPTIM = Optim(lr=1e-2, decay=0.1)

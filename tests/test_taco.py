@@ -16,7 +16,8 @@ from suite.case import Case
 from suite.comm.audit import Audit
 from suite.record import CaseFailed
 from suite.seams import Key
-from suite.train import Trainer, execute
+from suite.train import execute
+from suite.trainer import Trainer
 
 ERRORS = dict(zip(GROUPS, (2.39, 2.50, 2.57, 2.60, 2.64)))  # % on Gaussians, by group
 

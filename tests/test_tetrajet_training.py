@@ -32,7 +32,7 @@ def words(tmp_path: Path) -> dict:
 
 @pytest.fixture(autouse=True)
 def little_validation(monkeypatch):
-    monkeypatch.setattr("suite.train.VALIDATION", 4)
+    monkeypatch.setattr("suite.trainer.VALIDATION", 4)
 
 
 def run(case, folder, mesh=None, progress=lambda *_: None):

@@ -14,7 +14,8 @@ from suite.mesh import Mesh
 from suite.precision.plain import Plain
 from suite.record import CaseFailed
 from suite.seams import Spec
-from suite.train import Trainer, execute, rate
+from suite.train import execute
+from suite.trainer import Trainer, rate
 
 TEXT = {"text": "random", "seq": 32, "batch": 4}
 

@@ -9,7 +9,9 @@ The ledger holds messages per operation of the library, so that an audit can com
 """
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import fields
 
 from suite.record import Kind, Traffic
@@ -46,6 +48,23 @@ class Counter:
         sums = self.messages[op]
         for i, value in enumerate((1, payload, ring_bytes(op, payload, size))):
             sums[i] += value
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[Counter]:
+        """What is counted meanwhile goes to the counter given instead, of messages that are recorded but not sent."""
+        kept, other = (self._rows, self.messages), Counter()
+        self._rows, self.messages = other._rows, other.messages
+        try:
+            yield other
+        finally:
+            self._rows, self.messages = kept
+
+    def include(self, other: Counter) -> None:
+        """Adds what another counter counted."""
+        for mine, theirs in ((self._rows, other._rows), (self.messages, other.messages)):
+            for key, sums in theirs.items():
+                for i, value in enumerate(sums):
+                    mine[key][i] += value
 
     def snapshot(self) -> list[Traffic]:
         """The rows so far, sorted by their key."""

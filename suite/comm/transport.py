@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -36,10 +36,13 @@ class Handle:
     work: Any = None
     held: Tensor | None = None
     device: torch.device | None = None  # where the result goes, if it arrives in host memory
+    own: int | None = None  # a row of `held` that belongs into the result
 
     def wait(self) -> Tensor:
         if self.work is not None:
             self.work.wait()
+            if self.own is not None:
+                self.out[self.own].copy_(self.held[self.own])
             self.work = self.held = None
         return self.out if self.device is None else self.out.to(self.device)
 
@@ -137,11 +140,18 @@ class Transport:
         return self._far(x, out, _reduce_scatter(out.view(-1), source.view(-1), group=self.group.handle, async_op=True), source)
 
     def all_to_all(self, x: Tensor) -> Handle:
-        """[p, ...] of each rank -> [p, ...]: row i of the result is what rank i held for this rank."""
+        """[p, ...] of each rank -> [p, ...]: row i of the result is what rank i held for this rank.
+
+        Between two ranks that is an all-gather of what each holds for the other: the library's all-to-all is pairs of sends and
+        receives, which over sockets take longer than its rings."""
         if self._alone(x):
             return Handle(x)
         source = self._near(x)
         out = self._new(source, x.shape)
+        if self.size == 2:
+            self._tell("all_gather", out)
+            work = _all_gather(out.view(-1), source[1 - self.index].view(-1), group=self.group.handle, async_op=True)
+            return replace(self._far(x, out, work, source), own=self.index)
         self._tell("all_to_all", source)
         return self._far(x, out, dist.all_to_all_single(out, source, group=self.group.handle, async_op=True), source)
 

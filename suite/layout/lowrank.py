@@ -115,7 +115,7 @@ class LowRankLayout(Megatron):
         if len(names) == 1:
             return self.precision.matmul(h, p[leaf], site, noise, product, p)
         batch = getattr(self.precision, "batch", None)
-        if batch:
+        if batch is not None:
             return batch(h, p[leaf], len(names))
         ys = [self.precision.matmul(part, w, (layer, one.name), noise, one, p)
               for part, w, one in zip(h.chunk(len(names), -1), p[leaf].chunk(len(names)),

@@ -19,7 +19,8 @@ Clocks, temperature and neighbours drift over minutes; the blocks of a pair lie 
     checkpoint_mb_per_ms            MB/ms  memory_saved over the time that a step takes longer (BOOST, its Table 3), for rows that
                                     save memory and pay time; others say why not
 
-Their first losses must agree within AGREE (AGREE_CODED with a codec): a variant that computes something else is not timed.
+Their losses must agree within AGREE (AGREE_CODED with a codec), of the first step and of the last before the pairs, which is the
+first of a recorded graph: a variant that computes something else is not timed.
 """
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ from suite.measure.overhead import bound
 from suite.measure.profile import communication_share
 from suite.measure.quantile import metric_from, quantiles
 from suite.record import CaseFailed, Metric
+from suite.recorded import EAGER
 
-WARM, SETTLE, STEPS = 3, 1, 2
+WARM, SETTLE, STEPS = EAGER + 1, 1, 2
 AGREE, AGREE_CODED = 0.01, 0.05  # of the loss; layouts never change the function, a codec has its error
 PROFILED = 2
 MB = 1e6
@@ -53,14 +55,15 @@ def _codec(case: Case) -> bool:
 
 
 def study(case: Case, outcome: Any, trainer: Callable[[Case], Any]) -> None:
-    """Fills metrics and phases of the outcome. trainer: a case -> a `suite.train.Trainer`. Every rank calls it."""
+    """Fills metrics and phases of the outcome. trainer: a case -> a `suite.trainer.Trainer`. Every rank calls it."""
     began = time.perf_counter()
     row, default = trainer(case), trainer(default_of(case))
     losses = [[float(one.step(step)[0]) for step in range(WARM)] for one in (row, default)]
-    mine, other = (values[0] for values in losses)
     coded = _codec(case)
-    if not abs(mine - other) <= (AGREE_CODED if coded else AGREE) * abs(other):
-        raise CaseFailed(f"ab: first losses {mine:.4f} and, with default options, {other:.4f}: not timed")
+    for step in (0, WARM - 1):
+        mine, other = (values[step] for values in losses)
+        if not abs(mine - other) <= (AGREE_CODED if coded else AGREE) * abs(other):
+            raise CaseFailed(f"ab: losses of step {step}: {mine:.4f} and, with default options, {other:.4f}: not timed")
     outcome.phases["setup"] = time.perf_counter() - began
     began = time.perf_counter()
     taken: list[tuple[float, float]] = []
@@ -102,7 +105,7 @@ def ceiling(found: Iterable[Metric], share: Iterable[Metric], fewer: float) -> l
 def _block(trainer: Any, first: int) -> tuple[float, float | None]:
     """(seconds a step, bytes at the peak above what lay there before, None without a GPU)."""
     device, before = trainer.device, 0
-    gpu = device.type == "cuda"
+    gpu = device.type == "cuda" and not trainer.case.graph  # a graph's memory is its own
     if gpu:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -130,7 +133,7 @@ def metrics(taken: Iterable[tuple[float, float]], peaks: Iterable[tuple[float | 
              Metric("default_over_row_lower_bound", ratio**2 / upper, "x", n=len(taken))]
     names = (("memory_saved", "MB"), ("checkpoint_mb_per_ms", "MB/ms"))
     if any(peak is None for pair in peaks for peak in pair):
-        return found + [Metric(name, None, unit, reason="no GPU") for name, unit in names]
+        return found + [Metric(name, None, unit, reason="no GPU, or a graph, whose memory is its own") for name, unit in names]
     saved = (max(default for _, default in peaks) - max(row for row, _ in peaks)) / MB
     extra = found[0].value - found[1].value
     found.append(Metric("memory_saved", saved, "MB", n=len(peaks)))

@@ -36,7 +36,7 @@ def bound(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def overhead(trainer: Any, pairs: int = 12, steps: int = 10) -> list[Metric]:
-    """trainer: a warm `suite.train.Trainer`. The ratio of step times with the sampler on and off, and its upper bound."""
+    """trainer: a warm `suite.trainer.Trainer`. The ratio of step times with the sampler on and off, and its upper bound."""
     from suite.measure.clock import StepClock
     from suite.measure.nvml import Sampler
 

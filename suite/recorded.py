@@ -1,0 +1,79 @@
+"""A training step's passes recorded once as a CUDA graph and replayed: one call of the host where it issued thousands.
+
+A step of a few thousand tokens takes the host longer to issue than the GPU to run: its time is then Python's, and how ranks wait
+for each other. A recorded step is the GPU's alone, of the plain wire as of a codec.
+
+    call 1 to EAGER     run as they are, which compiles, calibrates and makes the memory that messages lie in
+    the next one        recorded: forward and backward passes, messages, settling and clipping of gradients. Then replayed
+    later ones          new inputs are copied to where the recorded ones lay, and the graph is replayed
+
+The update of the weights stays outside, as its rate is a number of the host. What crosses is counted at every replay as it was
+while the step was recorded. A replay may follow another at once: the sum of the gradients' norm lies between the last message of
+one and the first of the next, so that no rank writes what a peer still reads (suite/comm/direct.py).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from suite.comm.counter import Counter
+
+EAGER = 3
+
+
+class CudaGraph:
+    """How a function of no arguments is run, recorded and replayed, all in one stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream, self.graph = device, torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+
+    def run(self, function: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        here = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            found = function()
+        here.wait_stream(self.stream)
+        return found
+
+    def record(self, function: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        # thread_local: the library's own threads ask for events meanwhile
+        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+            return function()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class Recorded:
+    """`passes(inputs)` for tensors of the same shapes at every call, on the device or in pinned memory. It must leave gradients at
+    `leaves`, which are dropped between calls, and give tensors: they hold until the next call."""
+
+    def __init__(self, passes: Callable[[Sequence[Tensor]], Sequence[Tensor]], leaves: Iterable[Tensor], counter: Counter,
+                 graph: CudaGraph) -> None:
+        self.passes, self.leaves, self.counter, self.graph = passes, list(leaves), counter, graph
+        self.calls = 0
+        self.counted = Counter()
+        self.inputs: list[Tensor] = []
+        self.gradients: list[Tensor | None] = []
+        self.outputs: Sequence[Tensor] = ()
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        self.calls += 1
+        if self.calls <= EAGER:
+            return self.graph.run(lambda: self.passes(inputs))
+        if not self.inputs:
+            self.inputs = [one.to(self.leaves[0].device, copy=True) for one in inputs]
+            with self.counter.aside() as self.counted:
+                self.outputs = self.graph.record(lambda: self.passes(self.inputs))
+            self.gradients = [leaf.grad for leaf in self.leaves]
+        for mine, one in zip(self.inputs, inputs, strict=True):
+            mine.copy_(one, non_blocking=True)
+        self.graph.replay()
+        self.counter.include(self.counted)
+        for leaf, gradient in zip(self.leaves, self.gradients):
+            leaf.grad = gradient
+        return self.outputs
+
+
