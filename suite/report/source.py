@@ -159,6 +159,9 @@ def method(case: Mapping[str, Any]) -> str:
     return " ".join(sorted(parts)) or "baseline"
 
 
+SINCE = {"graph": False}  # fields of the case that records of before lack, and what they meant
+
+
 def started(record: Record) -> str | None:
     """When the record's run started (UTC, ISO 8601), where its provenance says so."""
     return record.provenance.get("started")
@@ -214,7 +217,8 @@ def _record(path: Path, origin: str, where: Mapping[str, tuple[str, str]]) -> En
             raise ReportError(f"{path.name}: {name} {share.value!r} {share.unit} is over 100 %: a wrong peak or wrong FLOPs")
     workload, size = where.get(record.id, ("", ""))
     try:
-        entry = Entry(origin, record.machine, record.id, record.case, record.status, record.reason, workload, size, record, path)
+        case = SINCE | dict(record.case)
+        entry = Entry(origin, record.machine, record.id, case, record.status, record.reason, workload, size, record, path)
         columns(entry)
     except (KeyError, TypeError, ValueError) as error:
         raise ReportError(f"{path.name}: case: missing or malformed column {error}") from None
