@@ -14,6 +14,7 @@ one and the first of the next, so that no rank writes what a peer still reads (s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,11 +24,21 @@ from suite.comm.counter import Counter
 EAGER = 3
 
 
+_alive: WeakValueDictionary[torch.device, CudaGraph] = WeakValueDictionary()
+
+
 class CudaGraph:
-    """How a function of no arguments is run, recorded and replayed, all in one stream of its own."""
+    """How a function of no arguments is run, recorded and replayed, in a stream beside the usual one.
+
+    Graphs of one device that live at once share it and their memory: they are never replayed at once, and what one leaves behind is
+    used up before the next is, so that two models hold the activations of one."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream, self.graph = device, torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+        self.device, self.graph = device, torch.cuda.CUDAGraph()
+        other = _alive.get(device)
+        self.stream = other.stream if other else torch.cuda.Stream(device)
+        self.pool = other.pool if other else torch.cuda.graph_pool_handle()
+        _alive[device] = self
 
     def run(self, function: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         here = torch.cuda.current_stream(self.device)
@@ -39,7 +50,7 @@ class CudaGraph:
 
     def record(self, function: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         # thread_local: the library's own threads ask for events meanwhile
-        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self.graph, self.pool, self.stream, capture_error_mode="thread_local"):
             return function()
 
     def replay(self) -> None:

@@ -1,5 +1,7 @@
 """Tests marked `gpu` need a CUDA device; ranks that tests started end with the session. Every process has one thread: ranks
 share the cores, and a sum over threads is another sum."""
+import sys
+
 import pytest
 import torch
 from ranks import close_ranks
@@ -15,6 +17,14 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Variants of a compiled function are limited in number: a test leaves the next none."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture(scope="session", autouse=True)

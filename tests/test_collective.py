@@ -36,6 +36,8 @@ def test_a_collective_is_checked_timed_and_counted(codec):
     assert 0 <= found["all_reduce_error"].value < (3 if codec == "taco" else 0.3)
     assert found["all_reduce_speedup"].n == 3 and found["all_reduce_gb_per_s"].value > 0
     assert (found["ceiling_one_shot"].value is None) == (found["encode_gb_per_s"].value is None) == (codec != "taco")
+    for name in ("reduce_scatter_speedup", "all_gather_speedup"):  # the halves, of 128 tokens on two ranks
+        assert (found[name].value is None) == (codec != "taco") and (codec != "taco" or found[name].n == 3)
     assert "copy_gb_per_s" not in other  # steps of a codec are rank 0's
     if codec == "bf16":
         assert found["all_reduce_speedup"].value == 1 and found["all_reduce_gb_per_s"] != found["all_reduce_fp32_gb_per_s"]

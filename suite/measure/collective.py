@@ -11,6 +11,8 @@ another; all are warmed up before. The sum is checked first.
     all_reduce_host_us, all_reduce_bf16_host_us     us   that the host takes to queue it; on the CPU that is all of it
     ceiling_one_shot, ceiling_two_shot     x     the same of the codec's bytes moved without any codec: an all-gather of whole
                                            tensors, an all-to-all and an all-gather of shares
+    reduce_scatter_speedup, all_gather_speedup     x     the same of the two halves, as sequence parallelism sends them: along the
+                                           tokens, of the message and of a rank's share of it
     all_reduce_error          %     relative L2 error of the sum on the first values
     codec_gb_per_s            GB/s  bytes read and written by encode and decode over their times
     encode_gb_per_s, decode_gb_per_s, reduce_n<N>_gb_per_s (N stripes of n / N values decoded, added, encoded again)
@@ -42,6 +44,7 @@ CHECKED = 2**18  # values of the sum that are compared
 WRONG = 50.0  # % error of a sum that is no sum
 STRIPES = (2, 4, 8)
 NONE = "a native codec has no codes"
+SHARES = "ranks have no equal shares of its tokens"
 
 
 def study(case: Case, mesh: Mesh, outcome: Any) -> None:
@@ -100,6 +103,14 @@ def _collectives(x: Tensor, codec: Codec, wire: Wire, transport: Transport, repe
             "one_shot": lambda: transport.all_gather(whole).wait(),
             "two_shot": lambda: (transport.all_to_all(rows).wait(), transport.all_gather(rows[0]).wait()),
         }
+        if len(x) % transport.size == 0:
+            parts = x.unflatten(0, (transport.size, -1))
+            runs |= {
+                "reduce_scatter_bf16": lambda: transport.reduce_scatter(parts).wait(),
+                "reduce_scatter": lambda: wire.run("reduce_scatter", x)[0],
+                "all_gather_bf16": lambda: transport.all_gather(parts[0]).wait(),
+                "all_gather": lambda: wire.run("all_gather", parts[0])[0],
+            }
     elif codec.native not in buffers:
         runs["codec"] = lambda: wire.run("all_reduce", mine, owned=True)[0]
 
@@ -117,9 +128,12 @@ def _collectives(x: Tensor, codec: Codec, wire: Wire, transport: Transport, repe
     found.append(metric_from([b / t for b, t in zip(times["bf16"], ours)], "all_reduce_speedup", "x"))
     found += [metric_from([1e6 * t for t in host[run]], name, "us") for name, run in (
         ("all_reduce_host_us", name_of_ours), ("all_reduce_bf16_host_us", "bf16"))]
-    for name in ("one_shot", "two_shot"):
-        found.append(metric_from([b / t for b, t in zip(times["bf16"], times[name])], f"ceiling_{name}", "x") if name in times
-                     else Metric(f"ceiling_{name}", None, "x", reason=NONE))
+    why = NONE if codec.native is not None else SHARES
+    for name, base, timed_as in (("reduce_scatter_speedup", "reduce_scatter_bf16", "reduce_scatter"),
+                                 ("all_gather_speedup", "all_gather_bf16", "all_gather"),
+                                 ("ceiling_one_shot", "bf16", "one_shot"), ("ceiling_two_shot", "bf16", "two_shot")):
+        found.append(metric_from([b / t for b, t in zip(times[base], times[timed_as])], name, "x") if timed_as in times
+                     else Metric(name, None, "x", reason=why))
     return found
 
 
