@@ -37,7 +37,9 @@ def _parts(values: Iterable[Any], weights: Weights, layout: Layout) -> list[Part
 
 
 def _wire(name: str, group: Group, ways: Ways, counter: Counter) -> Wire:
-    return Wire(name, group, {way: make("comm", getattr(ways, way)) for way in ("forward", "backward")}, counter)
+    forward = make("comm", ways.forward)
+    backward = forward if ways.backward == ways.forward else make("comm", ways.backward)
+    return Wire(name, group, {"forward": forward, "backward": backward}, counter)
 
 
 def assemble(case: Case, mesh: Mesh, vocab: int, card: Mapping[str, Any] | None = None) -> Assembled:

@@ -260,7 +260,11 @@ def _speed(case: Case, trainer: Trainer, seconds: list[float], clock: StepClock)
                         n=n))
     executed = layout.executed_flops(tokens, case.data.seq, trainer.vocab) / model if layout else 1.0
     found += flops.utilization(tflops, executed, trainer.device, case.precision.name)
-    peak = torch.cuda.max_memory_allocated(trainer.device) / 2**30 if trainer.device.type == "cuda" else None
+    peak = None
+    if trainer.device.type == "cuda":
+        wires = (trainer.assembled.tp, trainer.assembled.dp) if trainer.assembled else ()
+        beside = sum(wire.transport.symmetric_bytes for wire in wires)
+        peak = (torch.cuda.max_memory_allocated(trainer.device) + beside) / 2**30
     found.append(Metric("peak_memory", peak, "GiB", reason="no GPU" if peak is None else None))
     return found
 

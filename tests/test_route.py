@@ -16,6 +16,7 @@ from suite.comm.counter import Counter
 from suite.comm.route import Route
 from suite.comm.wire import WireError
 from suite.mesh import Group
+from suite.seams import load
 
 N = 128 * 64 * 4 * 3 + 130  # several slices at 2 and 4 ranks, and a tail within a group
 
@@ -101,6 +102,26 @@ def test_auto_avoids_a_slow_codec_and_a_slow_library():
     assert gathered.shape == (8, 32)
 
 
+def both_ways(mesh):
+    """A slow codec forward, a fast one backward, of one size; then along another dimension."""
+    wire = wire_on(mesh, "taco", min_bytes="auto")
+    wire.codecs["backward"] = load("comm", "int8")(min_bytes="auto")
+    codec, encode = wire.codecs["forward"], wire.codecs["forward"].encode
+    codec.encode = lambda *arguments: (time.sleep(0.02), encode(*arguments))[1]
+    for way in ("forward", "backward", "forward"):
+        wire.run("all_reduce", mine(mesh, 4096), site=SITE, way=way)
+    for dim in (0, 1, 0):
+        wire.run("reduce_scatter", mine(mesh, 64, 64), dim=dim, site=SITE, way="backward")
+    return [(r["op"], r["codec"], r["dim"]) for r in wire.choices.rows()]
+
+
+@pytest.mark.ranks
+def test_each_codec_and_dimension_is_timed_by_itself_and_once():
+    rows, other = run_ranks(both_ways, 2)
+    assert rows == other == [("all_reduce", "int8", 0), ("all_reduce", "taco", 0), ("reduce_scatter", "int8", 0),
+                             ("reduce_scatter", "int8", 1)]
+
+
 def unlike(mesh):
     found = []
     for other in (torch.bfloat16, torch.float32):
@@ -147,6 +168,8 @@ def test_a_slot_is_written_again_only_behind_a_barrier():
     assert not [s for s in rooms.slots[256] if s.free is not None and s.free < rooms.barriers]
     rooms.barriers += 1
     assert rooms.take(1, 256, torch.device("cpu")).slot is first.slot
+    rooms.turns[64] = direct.Turn([direct.Slot(torch.zeros(64, dtype=torch.uint8), Handle()) for _ in range(2)], [])
+    assert rooms.nbytes == 2 * 256 + 2 * 64
 
 
 def test_without_gpus_of_their_own_ranks_read_no_peer():

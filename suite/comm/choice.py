@@ -1,6 +1,6 @@
 """`min_bytes: auto`: each size crosses in the way that was fastest on this machine and link when it first came.
 
-For every operation and number of elements, the plain bf16 collective and the codec's algorithms are timed on random numbers,
+For every codec, operation, number of elements and dimension, the plain bf16 collective and the codec's algorithms are timed on random numbers,
 all ranks together; the slowest rank's median decides, so that every rank decides alike. Compression must win by `MARGIN`, or the
 message crosses as it would without a codec. A throughput row only: what a loss or a count rests on forces the codec.
 """
@@ -24,16 +24,31 @@ MARGIN = 1.03
 TIMED = 7
 
 
+@dataclass(frozen=True, order=True)
+class Place:
+    """What is timed once. Codecs of a wire's two directions may differ; `codec`: its name, `number`: which of a wire's it is."""
+
+    op: str
+    elements: int
+    size: int  # bytes of one
+    dim: int
+    codec: str
+    number: int
+
+
 @dataclass
 class Choices:
-    """paths: (operation, elements, element size) -> the way; seconds: what each took."""
+    """Of one wire. paths: the way that each place goes; seconds: what each way took."""
 
-    paths: dict[tuple[str, int, int], str] = field(default_factory=dict)
-    seconds: dict[tuple[str, int, int], dict[str, float]] = field(default_factory=dict)
+    paths: dict[Place, str] = field(default_factory=dict)
+    seconds: dict[Place, dict[str, float]] = field(default_factory=dict)
+    codecs: list[Codec] = field(default_factory=list)  # by number
 
     def path(self, transport: Transport, codec: Codec, op: Op, x: Tensor, dim: int) -> str:
         """UNCOMPRESSED, an algorithm of an all-reduce, or "" for the codec. Collective where the size is new."""
-        place = op, x.numel(), x.element_size()
+        number = next((i for i, one in enumerate(self.codecs) if one is codec), len(self.codecs))
+        self.codecs += [codec] if number == len(self.codecs) else []
+        place = Place(op, x.numel(), x.element_size(), 0 if op == "all_reduce" else dim, getattr(codec, "name", type(codec).__name__), number)
         if place not in self.paths:
             self.seconds[place] = took = _measure(transport, codec, op, x, dim)
             plain = took.pop(UNCOMPRESSED)
@@ -43,9 +58,9 @@ class Choices:
         return self.paths[place]
 
     def rows(self) -> list[dict[str, object]]:
-        """For a record: one a size."""
-        return [{"op": op, "elements": n, "path": path or "codec", "seconds": self.seconds[op, n, size]}
-                for (op, n, size), path in sorted(self.paths.items()) for size in [size]]
+        """For a record: one a place."""
+        return [{"op": place.op, "elements": place.elements, "dim": place.dim, "codec": place.codec, "path": path or "codec",
+                 "seconds": self.seconds[place]} for place, path in sorted(self.paths.items())]
 
 
 def _measure(transport: Transport, codec: Codec, op: Op, x: Tensor, dim: int) -> dict[str, float]:

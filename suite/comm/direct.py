@@ -102,6 +102,12 @@ class Rooms:
         codec.exchange(x, out, places, self.flags, self.group.index, key)
         return [] if tail is None else [slot.handle.get_buffer(r, (extra,), torch.uint8, codes) for r in range(p)]
 
+    @property
+    def nbytes(self) -> int:
+        """Symmetric memory of this rank, which torch's statistics of memory do not see."""
+        slots = [slot for held in self.slots.values() for slot in held] + [slot for turn in self.turns.values() for slot in turn.slots]
+        return sum(slot.whole.nbytes for slot in slots) + (self.raised.whole.nbytes if self.raised else 0)
+
     def _turn(self, nbytes: int, device: torch.device) -> Turn:
         if self.flags is None:
             from kernels.exchange import ROUNDS, WIDTH

@@ -90,6 +90,11 @@ class Transport:
         self._rooms.counter = self.counter
         return self._rooms
 
+    @property
+    def symmetric_bytes(self) -> int:
+        """Memory that peers read, beside what torch's allocator holds."""
+        return self._rooms.nbytes if self._rooms else 0
+
     def reads_peers(self, device: torch.device) -> bool:
         """Whether parcels are read where they lie."""
         if self._near_peers is None:
