@@ -1,8 +1,9 @@
 """`min_bytes: auto`: each size crosses in the way that was fastest on this machine and link when it first came.
 
-For every codec, operation, number of elements and dimension, the plain bf16 collective and the codec's algorithms are timed on random numbers,
-all ranks together; the slowest rank's median decides, so that every rank decides alike. Compression must win by `MARGIN`, or the
-message crosses as it would without a codec. A throughput row only: what a loss or a count rests on forces the codec.
+For every codec, operation, number of elements and dimension, the plain bf16 collective and the codec's algorithms are timed on
+random numbers, all ranks together; the slowest rank's median decides, so that every rank decides alike. Compression must win by
+`MARGIN`, or the message crosses as it would without a codec. A throughput row only: what a loss or a count rests on forces the
+codec.
 """
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Choices:
         """UNCOMPRESSED, an algorithm of an all-reduce, or "" for the codec. Collective where the size is new."""
         number = next((i for i, one in enumerate(self.codecs) if one is codec), len(self.codecs))
         self.codecs += [codec] if number == len(self.codecs) else []
-        place = Place(op, x.numel(), x.element_size(), 0 if op == "all_reduce" else dim, getattr(codec, "name", type(codec).__name__), number)
+        name, dim_of = getattr(codec, "name", type(codec).__name__), 0 if op == "all_reduce" else dim
+        place = Place(op, x.numel(), x.element_size(), dim_of, name, number)
         if place not in self.paths:
             self.seconds[place] = took = _measure(transport, codec, op, x, dim)
             plain = took.pop(UNCOMPRESSED)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -105,7 +106,7 @@ class Rooms:
     @property
     def nbytes(self) -> int:
         """Symmetric memory of this rank, which torch's statistics of memory do not see."""
-        slots = [slot for held in self.slots.values() for slot in held] + [slot for turn in self.turns.values() for slot in turn.slots]
+        slots = [*chain(*self.slots.values()), *chain(*(turn.slots for turn in self.turns.values()))]
         return sum(slot.whole.nbytes for slot in slots) + (self.raised.whole.nbytes if self.raised else 0)
 
     def _turn(self, nbytes: int, device: torch.device) -> Turn:
