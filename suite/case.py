@@ -204,8 +204,11 @@ class Case(Row):
             raise ValueError("graph: needs device: cuda, measure: speed or ab and implementation: triaxis")
         if self.graph and self.link == "gloo":
             raise ValueError("graph: link: gloo passes host memory, which a graph cannot")
-        if self.graph and any(c.options.get("rounding") == "stochastic" for c in (self.comm.tp.forward, self.comm.tp.backward)):
-            raise ValueError("graph: a codec with rounding: stochastic would draw the same noise at every replay")
+        for one in (self.comm.tp.forward, self.comm.tp.backward, self.precision) if self.graph else ():
+            if one.options.get("rounding") == "stochastic":
+                raise ValueError(f"graph: {one.name} with rounding: stochastic would draw the same noise at every replay")
+            if one.options.get("out"):
+                raise ValueError(f"graph: {one.name} with out: {one.options['out']} chooses channels after the step is recorded")
         if self.implementation == "transformers" and self.measure not in ("loss", "speed"):
             raise ValueError(f"measure: {self.measure} needs implementation: triaxis")
         if self.implementation == "transformers" and self.mesh.ranks > 1:

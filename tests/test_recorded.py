@@ -80,7 +80,9 @@ GRAPHED = {"model": "gpt-tiny", "device": "cuda", "graph": True, "measure": "spe
     ({"device": "cpu"}, "graph: needs device: cuda"),
     ({"measure": "loss"}, "graph: needs device: cuda, measure: speed or ab"),
     ({"link": "gloo"}, "graph: link: gloo passes host memory"),
-    ({"comm": {"name": "taco", "rounding": "stochastic"}}, "graph: a codec with rounding: stochastic"),
+    ({"comm": {"name": "taco", "rounding": "stochastic"}}, "graph: taco with rounding: stochastic would draw the same noise"),
+    ({"precision": "nvfp4"}, "graph: nvfp4 with rounding: stochastic"),
+    ({"precision": {"name": "tetrajet", "rounding": "nearest"}}, "graph: tetrajet with out: .* chooses channels"),
 ])
 def test_a_step_that_cannot_be_recorded_is_refused(change, line):
     assert Case.model_validate(GRAPHED).graph
@@ -89,13 +91,13 @@ def test_a_step_that_cannot_be_recorded_is_refused(change, line):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16", "tetrajet"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_replayed_step_is_the_eager_one(precision):
-    """Losses and norms of eight steps, four of them replayed, bit for bit, noise keyed by the step included."""
+    """Losses and norms of eight steps, five of them replayed; sums of embedding gradients come in any order."""
     row = {"model": "gpt-tiny", "device": "cuda", "measure": "speed", "precision": precision, "steps": 8,
            "data": {"text": "random", "seq": 128, "batch": 8, "micro": 4}}
     found = []
     for graph in (False, True):
         trainer = Trainer(Case.model_validate(row | {"graph": graph}), Mesh.from_env(tp=1, device="cuda"))
         found.append([[float(value) for value in trainer.step(step)] for step in range(8)])
-    assert found[0] == found[1]
+    assert found[1] == [pytest.approx(row, rel=1e-3) for row in found[0]]
