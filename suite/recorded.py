@@ -8,8 +8,14 @@ for each other. A recorded step is the GPU's alone, of the plain wire as of a co
     later ones          new inputs are copied to where the recorded ones lay, and the graph is replayed
 
 The update of the weights stays outside, as its rate is a number of the host. What crosses is counted at every replay as it was
-while the step was recorded. A replay may follow another at once: the sum of the gradients' norm lies between the last message of
-one and the first of the next, so that no rank writes what a peer still reads (suite/comm/direct.py).
+while the step was recorded.
+
+What the host draws or decides in a step would be the same at every replay. Codecs and precisions whose passes hold nothing of that
+kind say so (`recordable`); a step with another one is not recorded.
+
+Between two replays lies a collective of the library over each group whose ranks read each other's memory (suite/comm/direct.py):
+the sum of the gradients' norm over tp, at the end of the recorded step, and the mean of the loss over dp behind it. So no rank
+writes what a peer still reads.
 """
 from __future__ import annotations
 
@@ -30,12 +36,12 @@ _alive: WeakValueDictionary[torch.device, CudaGraph] = WeakValueDictionary()
 class CudaGraph:
     """How a function of no arguments is run, recorded and replayed, in a stream beside the usual one.
 
-    Graphs of one device that live at once share it and their memory: they are never replayed at once, and what one leaves behind is
-    used up before the next is, so that two models hold the activations of one."""
+    Graphs of one device that live at once share it and their memory, so that two models hold the activations of one: they are never
+    replayed at once, and what a replay gives must be used up before another graph's, which may write over it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.graph = device, torch.cuda.CUDAGraph()
-        other = _alive.get(device)
+        self.owner = other = _alive.get(device)  # kept: the memory is given back with the last graph that records into it
         self.stream = other.stream if other else torch.cuda.Stream(device)
         self.pool = other.pool if other else torch.cuda.graph_pool_handle()
         _alive[device] = self
@@ -58,8 +64,9 @@ class CudaGraph:
 
 
 class Recorded:
-    """`passes(inputs)` for tensors of the same shapes at every call, on the device or in pinned memory. It must leave gradients at
-    `leaves`, which are dropped between calls, and give tensors: they hold until the next call."""
+    """`passes(inputs)` for tensors of the same shapes at every call, on the device or in pinned memory; others are a ValueError.
+    It must leave gradients at `leaves`, which are dropped between calls, and give tensors; both hold until the next replay of any
+    graph of the device."""
 
     def __init__(self, passes: Callable[[Sequence[Tensor]], Sequence[Tensor]], leaves: Iterable[Tensor], counter: Counter,
                  graph: CudaGraph) -> None:
@@ -75,11 +82,14 @@ class Recorded:
         if self.calls <= EAGER:
             return self.graph.run(lambda: self.passes(inputs))
         if not self.inputs:
-            self.inputs = [one.to(self.leaves[0].device, copy=True) for one in inputs]
+            held = [one.to(self.leaves[0].device, copy=True) for one in inputs]
             with self.counter.aside() as self.counted:
-                self.outputs = self.graph.record(lambda: self.passes(self.inputs))
-            self.gradients = [leaf.grad for leaf in self.leaves]
-        for mine, one in zip(self.inputs, inputs, strict=True):
+                self.outputs = self.graph.record(lambda: self.passes(held))
+            self.inputs, self.gradients = held, [leaf.grad for leaf in self.leaves]
+        for number, (mine, one) in enumerate(zip(self.inputs, inputs, strict=True)):
+            if mine.shape != one.shape or mine.dtype != one.dtype:
+                raise ValueError(f"recorded step: input {number}: {one.dtype} {tuple(one.shape)}, recorded with {mine.dtype} "
+                                 f"{tuple(mine.shape)}")
             mine.copy_(one, non_blocking=True)
         self.graph.replay()
         self.counter.include(self.counted)

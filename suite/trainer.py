@@ -18,6 +18,7 @@ from suite.case import Case, Optim
 from suite.checkpoint import initialise
 from suite.mesh import Mesh
 from suite.optimizer import AdamW
+from suite.record import CaseFailed
 from suite.recorded import CudaGraph, Recorded
 from suite.seams import Key
 from suite.workload import models
@@ -65,7 +66,9 @@ class Trainer:
         self.micro_batches = case.data.batch // (case.mesh.dp * case.micro)
 
         self.recorded: Recorded | None = None
+        self.still = False  # steps at rate 0: weights stay what they are
         if case.graph:
+            self._recordable()
             self.recorded = Recorded(self._passes, weights.leaves.values(), self.assembled.counter, CudaGraph(self.device))
 
     def batch(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +83,7 @@ class Trainer:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        lr = rate(self.case.optim, min(step, self.case.steps - 1), self.case.steps)
+        lr = 0.0 if self.still else rate(self.case.optim, min(step, self.case.steps - 1), self.case.steps)
         micros = range(self.micro_batches)
         if not self.assembled:
             total = None
@@ -132,9 +135,17 @@ class Trainer:
                 wire.barrier()
 
     def _named(self, key: Key) -> Tensor:
-        """The micro-batch's name in all noise that is drawn for products on the device; codecs take the key itself."""
+        """The micro-batch's name in the noise of products on the CPU; on a GPU those too take the key itself."""
         # in pinned memory: a copy from pageable memory would wait for the device
         return torch.tensor([key.seed, key.step, key.micro, key.dp], pin_memory=self.device.type == "cuda")
+
+    def _recordable(self) -> None:
+        """Raises CaseFailed where a replayed step would not be the step."""
+        codecs = [codec for wire in (self.assembled.tp, self.assembled.dp) for codec in wire.codecs.values()]
+        for one in (*codecs, self.model.layout.precision):
+            if not getattr(one, "recordable", False):
+                name = getattr(one, "name", type(one).__name__)
+                raise CaseFailed(f"graph: {name}: what it draws or decides on the host would be the same at every replay")
 
     def nonfinite(self) -> str:
         """The first message of this rank that held a NaN or Inf when it was encoded, for people; empty where none did."""

@@ -168,13 +168,38 @@ def test_a_side_without_its_partner_is_a_lost_pair(tmp_path, origin, missing, la
     assert one.note == f"2 of 3: {there}: no {lacks} here"
 
 
+def test_a_case_that_a_reference_lacks_is_counted_where_its_machine_could_run_it(tmp_path):
+    """The least of several cases is no `replicated` before all of them were measured: `value` claims have no pairs to miss."""
+    cases = [case("int8"), case("int8", 1), case("int8", device="cuda")]
+    put(tmp_path, cases[0], 200.0)
+    reference.bring(tmp_path / "runs" / "cpu2", "cpu2", tmp_path)
+    change = {"comparison": "value", "denominator": "-", "combine": "min", "target": "150", "unit": "tokens/s"}
+    found = {o.origin: o for o in judged(tmp_path, *cases, **change)}["reference:cpu2"]
+    assert (found.n, found.of, found.verdict, found.note) == (1, 2, "partly", f"1 of 2: {cases[1].id}: no record here")
+    put(tmp_path, cases[1], 300.0)
+    reference.bring(tmp_path / "runs" / "cpu2", "cpu2", tmp_path, replace=True)
+    found = {o.origin: o for o in judged(tmp_path, *cases, **change)}["reference:cpu2"]
+    assert (found.n, found.of, found.verdict, found.note) == (2, 2, "replicated", ""), "a GPU's case is none of a CPU's"
+
+
+@pytest.mark.parametrize(("machine", "needs", "could"), [
+    ("cpu2", {}, True), ("desk", {}, True), ("h200x2", {}, False), ("h200x2", {"device": "cuda"}, True),
+    ("cpu2", {"device": "cuda"}, False),
+    ("h200x2", {"device": "cuda", "mesh": {"tp": 4}}, False),
+    ("h200x2", {"device": "cuda", "mesh": {"tp": 4}, "link": "gloo"}, True),
+])
+def test_a_machine_is_asked_for_what_its_name_promises(machine, needs, could):
+    this = case(**needs)
+    assert claims._could_run(Entry("run", "-", this.id, this.row(), "not run", "", "w", "small"), machine) == could
+
+
 def test_a_reference_without_any_partner_says_so(tmp_path):
     put(tmp_path, case("int8"), 18.0)
     reference.bring(tmp_path / "runs" / "cpu2", "desk", tmp_path)
     found = {o.origin: o for o in judged(tmp_path, case("int8"), case())}
     assert found["run"].verdict == "not run: no record yet"
     lonely = found["reference:desk"]
-    assert (lonely.verdict, lonely.n, lonely.of) == (f"not run: {case('int8').id}: no denominator here", 0, 1)
+    assert (lonely.verdict, lonely.n, lonely.of) == (f"not run: {case().id}: no record here", 0, 1)
 
 
 @pytest.mark.parametrize("tool", ["torch", "triton", "cuda"])

@@ -51,14 +51,42 @@ def test_blocks_take_turns_and_unlike_losses_are_not_timed():
     case = Case(model="llama-tiny", factor="svd", layout={"name": "btp", "norm": "sync"}, measure="ab", steps=2)
     order, outcome = [], SimpleNamespace(metrics=[], phases={})
     interleaved.study(case, outcome, lambda c: Stepper(c.layout.options["norm"], 2.0, order))
-    pairs, first = order[2 * interleaved.WARM:], interleaved.WARM
+    first = interleaved.WARM
+    assert order[:2 * first] == [(name, n) for name in ("sync", "online") for n in range(first)]
+    assert order[2 * first:2 * first + 2] == [("sync", 1), ("online", 1)], "each once more"
+    pairs = order[2 * first + 2:]
     assert [name for name, _ in pairs] == ["online"] * 3 + ["sync"] * 3 + ["sync"] * 3 + ["online"] * 3
     assert [n for _, n in pairs] == 2 * [first, first + 1, first + 2] + 2 * [first + 3, first + 4, first + 5]
     assert {m.name for m in outcome.metrics} == {"step_time", "default_step_time", "default_over_row", "memory_saved",
                                                  "default_over_row_upper_bound", "default_over_row_lower_bound",
                                                  "checkpoint_mb_per_ms"}
-    with pytest.raises(CaseFailed, match=r"losses of step 0: 2\.0000 and, with default options, 3\.0000: not timed"):
+    with pytest.raises(CaseFailed, match=r"losses of step 0: 2\.0000 and, with default options, 3\.0000: no result"):
         interleaved.study(case, outcome, lambda c: Stepper("", 2.0 + (c.layout.options["norm"] == "online"), order))
+
+
+class Stale(Stepper):
+    """Its loss is that of the step, but from one on that of another: as of a graph that replays an old batch."""
+
+    def __init__(self, since: int, value: float) -> None:
+        super().__init__("", 2.0, [])
+        self.since, self.value = since, value
+
+    def step(self, number: int):
+        super().step(number)
+        late = len(self.order) > self.since
+        return torch.tensor(self.value if late else 2.0 + 0.01 * number), None
+
+
+@pytest.mark.parametrize("since,value,line", [
+    (interleaved.WARM, 2.03, "the row: the same step gave 2.010000 and 2.030000"),
+    (interleaved.WARM + 1, float("nan"), "losses of step 4: nan and"),
+    (interleaved.WARM + 6, 3.0, "losses of step 9: 3.0000 and"),
+])
+def test_a_replayed_batch_and_a_nan_in_a_timed_step_are_no_result(since, value, line):
+    case = Case(model="llama-tiny", factor="svd", layout={"name": "btp", "norm": "sync"}, measure="ab", steps=2)
+    with pytest.raises(CaseFailed, match=line):
+        interleaved.study(case, SimpleNamespace(metrics=[], phases={}), lambda c: Stale(
+            since if c.layout.options["norm"] == "sync" else 1000, value))
 
 
 def test_a_ceiling_is_what_communication_leaves_to_win():

@@ -1,7 +1,7 @@
-"""What torch.compile sees of the GPU's path, traced without a GPU: each layout, factor and precision that workloads run on one.
+"""What torch.compile sees of a first layer on a GPU, traced without one: each layout, factor and precision of workloads.
 
-Tensors are fake CUDA ones, which need a torch that was built with CUDA but no device. Tracing ends before the compiler: it finds
-what this release of torch cannot put into one graph, in the branches that CPU tests never take.
+Tensors are fake CUDA ones, which need a torch that was built with CUDA but no device. Tracing ends before the compiler, which would
+make the backward pass: it finds what this release of torch cannot put into one graph, in branches that CPU tests never take.
 """
 from collections.abc import Iterator
 

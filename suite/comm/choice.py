@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
@@ -61,8 +61,8 @@ class Choices:
 
     def rows(self) -> list[dict[str, object]]:
         """For a record: one a place."""
-        return [{"op": place.op, "elements": place.elements, "dim": place.dim, "codec": place.codec, "path": path or "codec",
-                 "seconds": self.seconds[place]} for place, path in sorted(self.paths.items())]
+        return [asdict(place) | {"path": path or "codec", "seconds": self.seconds[place]}
+                for place, path in sorted(self.paths.items())]
 
 
 def _measure(transport: Transport, codec: Codec, op: Op, x: Tensor, dim: int) -> dict[str, float]:

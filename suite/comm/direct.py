@@ -11,8 +11,8 @@ the library's all-gather or all-to-all would send.
 
 exchange     a codec with a kernel for the whole collective does all of that in one launch (kernels/exchange.py): it writes one
              of two slots in turn, and the meeting of its programs lies between the reads of a slot and its next writing.
-             A CUDA graph of messages must hold an even number of each size, as its first would else write what its last still
-             reads, and be replayed in order with all other messages
+             A CUDA graph of messages is replayed in order with all others, and behind a collective of the library, as its first
+             message may write what its last one still reads
 
 torch.distributed._symmetric_memory is private and moves: it is touched here alone (tried with torch 2.11). Plain peer
 buffers, no multicast. It needs NCCL ranks of one host that reach each other's memory; `usable` says why not.

@@ -34,6 +34,7 @@ class Grouped(Nonfinite):
     fields = 1  # float32 numbers sent with a group
     kernels = False  # whether kernels/grouped.py has it
     hadamard = False
+    recordable = True  # see suite.recorded
 
     def __init__(self, group: int = 128, route: Route = PLAIN, fused: bool = True) -> None:
         if group < 1:

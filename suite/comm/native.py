@@ -12,6 +12,7 @@ class Native:
 
     name: str
     native: torch.dtype
+    recordable = True  # see suite.recorded
 
     def nbytes(self, numel: int) -> int:
         return numel * self.native.itemsize

@@ -66,6 +66,11 @@ class Taco(Nonfinite):
         self._read: dict[str, Any] = {"group": group, "mode": mode, "hadamard": hadamard, "format": format}
         self._write = self._read | {"alpha": alpha, "target": target}
 
+    @property
+    def recordable(self) -> bool:
+        """See suite.recorded."""
+        return not self.by_chance
+
     def nbytes(self, numel: int) -> int:
         return taco_reference.nbytes(numel, self.group, self._read["mode"])
 

@@ -19,8 +19,9 @@ Clocks, temperature and neighbours drift over minutes; the blocks of a pair lie 
     checkpoint_mb_per_ms            MB/ms  memory_saved over the time that a step takes longer (BOOST, its Table 3), for rows that
                                     save memory and pay time; others say why not
 
-Their losses must agree within AGREE (AGREE_CODED with a codec), of the first step and of the last before the pairs, which is the
-first of a recorded graph: a variant that computes something else is not timed.
+Both step at rate 0, so that their weights stay equal: in every step, the timed ones too, their losses must agree within AGREE
+(AGREE_CODED with a codec), and each variant's second step, taken again behind the first ones, must give its own loss again within
+AGAIN: a variant that computes something else, or a graph that replays an old batch, is no result.
 """
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ from suite.recorded import EAGER
 
 WARM, SETTLE, STEPS = EAGER + 1, 1, 2
 AGREE, AGREE_CODED = 0.01, 0.05  # of the loss; layouts never change the function, a codec has its error
+AGAIN = 1e-5  # of the loss: the same weights and batch; other batches of random text differ by ten times as much
 PROFILED = 2
 MB = 1e6
 
@@ -47,7 +49,8 @@ MB = 1e6
 def default_of(case: Case) -> Case:
     """What the case is compared with, a timed one."""
     other = {"comm": {}} if _codec(case) else {"layout": {"name": case.layout.name}}
-    return Case.model_validate(case.row() | other | {"measure": "speed", "name": None})
+    made = Case.model_validate(case.row() | other | {"measure": "speed", "graph": False, "name": None})
+    return made.model_copy(update={"graph": case.graph})  # which a row of its own could not say
 
 
 def _codec(case: Case) -> bool:
@@ -58,12 +61,15 @@ def study(case: Case, outcome: Any, trainer: Callable[[Case], Any]) -> None:
     """Fills metrics and phases of the outcome. trainer: a case -> a `suite.trainer.Trainer`. Every rank calls it."""
     began = time.perf_counter()
     row, default = trainer(case), trainer(default_of(case))
-    losses = [[float(one.step(step)[0]) for step in range(WARM)] for one in (row, default)]
+    row.still = default.still = True
     coded = _codec(case)
-    for step in (0, WARM - 1):
-        mine, other = (values[step] for values in losses)
-        if not abs(mine - other) <= (AGREE_CODED if coded else AGREE) * abs(other):
-            raise CaseFailed(f"ab: losses of step {step}: {mine:.4f} and, with default options, {other:.4f}: not timed")
+    losses: dict[Any, dict[int, float]] = {one: {step: _loss(one, step) for step in range(WARM)} for one in (row, default)}
+    for one in (row, default):
+        first, again = losses[one][1], _loss(one, 1)
+        if not abs(again - first) <= AGAIN * abs(first):
+            raise CaseFailed(f"ab: {'the row' if one is row else 'the default'}: the same step gave {first:.6f} and {again:.6f}: "
+                             "not timed")
+    _agree(losses[row], losses[default], coded)
     outcome.phases["setup"] = time.perf_counter() - began
     began = time.perf_counter()
     taken: list[tuple[float, float]] = []
@@ -71,9 +77,11 @@ def study(case: Case, outcome: Any, trainer: Callable[[Case], Any]) -> None:
     for pair in range(case.steps):
         found = {}
         for one in (row, default) if pair % 2 else (default, row):
-            found[one] = _block(one, WARM + pair * (SETTLE + STEPS))
+            *found[one], seen = _block(one, WARM + pair * (SETTLE + STEPS))
+            losses[one] |= seen
         taken.append((found[row][0], found[default][0]))
         peaks.append((found[row][1], found[default][1]))
+    _agree(losses[row], losses[default], coded)
     outcome.phases["timed"] = time.perf_counter() - began
     outcome.metrics += metrics(taken, peaks)
     if coded:
@@ -83,6 +91,18 @@ def study(case: Case, outcome: Any, trainer: Callable[[Case], Any]) -> None:
         outcome.metrics += share + ceiling(outcome.metrics, share, _sent(default, next_step + 9) / _sent(row, next_step + 9))
         outcome.facts["paths"] = row.assembled.tp.choices.rows()
         outcome.phases["profile"] = time.perf_counter() - began
+
+
+def _loss(trainer: Any, step: int) -> float:
+    return float(trainer.step(step)[0])
+
+
+def _agree(mine: dict[int, float], others: dict[int, float], coded: bool) -> None:
+    """Raises CaseFailed at the first step whose losses do not agree; a NaN never does."""
+    for step, one in mine.items():
+        other = others[step]
+        if not abs(one - other) <= (AGREE_CODED if coded else AGREE) * abs(other):
+            raise CaseFailed(f"ab: losses of step {step}: {one:.4f} and, with default options, {other:.4f}: no result")
 
 
 def _sent(trainer: Any, step: int) -> float:
@@ -102,9 +122,9 @@ def ceiling(found: Iterable[Metric], share: Iterable[Metric], fewer: float) -> l
             Metric("speedup_reached", reached, "%", reason="the row sends no fewer bytes" if reached is None else None)]
 
 
-def _block(trainer: Any, first: int) -> tuple[float, float | None]:
-    """(seconds a step, bytes at the peak above what lay there before, None without a GPU)."""
-    device, before = trainer.device, 0
+def _block(trainer: Any, first: int) -> tuple[float, float | None, dict[int, float]]:
+    """(seconds a step, bytes at the peak above what lay there before, None without a GPU, losses by step)."""
+    device, before, losses = trainer.device, 0, {}
     gpu = device.type == "cuda" and not trainer.case.graph  # a graph's memory is its own
     if gpu:
         torch.cuda.synchronize(device)
@@ -114,11 +134,12 @@ def _block(trainer: Any, first: int) -> tuple[float, float | None]:
     for step in range(SETTLE + STEPS):
         if step == SETTLE:
             clock.start()
-        trainer.step(first + step)
+        losses[first + step] = trainer.step(first + step)[0]
         if step >= SETTLE:
             clock.mark()
     clock.stop()
-    return clock.window / STEPS, float(torch.cuda.max_memory_allocated(device) - before) if gpu else None
+    peak = float(torch.cuda.max_memory_allocated(device) - before) if gpu else None
+    return clock.window / STEPS, peak, {number: float(loss) for number, loss in losses.items()}
 
 
 def metrics(taken: Iterable[tuple[float, float]], peaks: Iterable[tuple[float | None, float | None]]) -> list[Metric]:

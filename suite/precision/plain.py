@@ -19,6 +19,7 @@ from suite.seams import Product, Site
 
 class Plain:
     scale_free = True  # rounding of a product does not depend on the size of its operands
+    recordable = True  # see suite.recorded
 
     def __init__(self, compute: torch.dtype, master: torch.dtype, residual: torch.dtype | None = None):
         self.compute, self.master, self.residual = compute, master, residual or compute

@@ -74,6 +74,13 @@ class Recipe:
         self.id = next(i for i in range(len(_recipes) + 1) if i not in _recipes)
         _recipes[self.id] = self
 
+    @property
+    def recordable(self) -> bool:
+        """See suite.recorded: it is not where noise or signs are drawn, nor where a listener decides by the step."""
+        six = [self.six[number] for number in range(1, 7)]
+        drawn = any(one.rounding == "stochastic" or (one.hadamard and not self.fixed) for one in six)
+        return not drawn and not self.listeners
+
     def matmul(self, x: Tensor, w: Tensor, site: Site, noise: Tensor, product: Product, p: Mapping[str, Tensor]) -> Tensor:
         """x [T, d_in], w [d_out, d_in] -> [T, d_out]. `p` may hold the product's channels as OutControl left them:
         NAME.retained [k] and NAME.rest [d_in - k], both empty before they are chosen."""

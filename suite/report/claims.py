@@ -28,12 +28,14 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from suite.case import Case
 from suite.record import RESULTS, publish
 from suite.report import compare, gaps, overhead, selector
 from suite.report.losses import t_interval
@@ -47,6 +49,7 @@ HEADER = ("id", "paper", "where", "statement", "metric", "paper_value", "unit", 
 WORDS = {"comparison": ("value", "ratio", "difference", "difference %", gaps.COMPARISON), "combine": ("mean", "min", "max"),
          "direction": ("at least", "at most", "about", "-")}
 UNDEFINED = "not run: no case defined yet"
+NAMED = 2  # reasons that a note gives
 OWN = "triaxis"  # the paper of our own claims, which have targets and no paper's values
 NO_EFFECT = {"ratio": 1.0, "difference": 0.0, "difference %": 0.0, gaps.COMPARISON: 0.0}
 OUT = ("id", "paper", "where", "statement", "metric", "paper_value", "unit", "comparison", "direction", "target", "tolerance",
@@ -186,6 +189,12 @@ def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mappi
         found = []
         for source in sources:
             here = [[e for e in side if e.source == source] for side in (mine, others)]
+            if source[0] != RUN:  # of a run, the plan's cases without a record are entries already
+                mute = [replace(e, origin=source[0], machine=source[1], reason=f"{e.id}: no record here") for e in defined
+                        if _could_run(e, source[1])]
+                for side, one in zip(here, (top, bottom)):
+                    known = {e.id for e in side}
+                    side += [e for e in mute if one and one.matches(e) and e.id not in known]
             if claim["comparison"] == gaps.COMPARISON:
                 outcome = _closed(claim, *here, selector.free(top, bottom), [e for e in entries if e.source == source])
             else:
@@ -196,6 +205,12 @@ def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mappi
             found = [Outcome(claim, "not run: no record yet" if anywhere else UNDEFINED)]
         rows += found
     return rows
+
+
+def _could_run(entry: Entry, machine: str) -> bool:
+    """Whether a machine of that name (`cpu2`, `h200x2`) has what a case needs."""
+    case, gpus = Case.model_validate(entry.case), re.fullmatch(r".*x(\d+)", machine)
+    return case.gpus <= int(gpus[1]) and case.device == "cuda" if gpus else case.device == "cpu"
 
 
 def _overhead(claim: Claim, measured: Overhead) -> Outcome:
@@ -237,7 +252,9 @@ def _at(claim: Claim, top: list[Entry], bottom: list[Entry], may_differ: frozens
     same = claim["same_setting"]
     known = [e for pair in used or pairs or [top] for e in pair]
     setting = "same" if same != "-" and all(selector.parse(same).matches(e) for e in known) else "other"
-    missing = f"{len(numbers)} of {of}: {'; '.join(sorted(set(lost)))}" if lost else ""
+    reasons = sorted(set(lost))
+    more = [f"and {len(reasons) - NAMED} more"] if len(reasons) > NAMED else []
+    missing = f"{len(numbers)} of {of}: {'; '.join(reasons[:NAMED] + more)}" if lost else ""
     if not numbers:
         return Outcome(claim, f"not run: {lost[0]}", setting=setting, of=of, note=missing if of > 1 else "")
     value = {"mean": fmean, "min": min, "max": max}[claim["combine"]](numbers)
