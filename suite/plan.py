@@ -11,6 +11,9 @@ N counts the matrices of the model card (head included). On a CPU rate = 40 GFLO
 thread, so that it computes on one core, or on a share of one where ranks outnumber cores. On a GPU rate = 150 TFLOP/s, at least
 30 ms a step, fixed = 60 s (compilation, loading); ranks joined by gloo share one GPU. A pair of `ab` is six steps, a repeat of
 `block` ten passes over a layer. A launch adds the start of its ranks (6 s on a CPU, 75 s on GPUs).
+
+Cases that differ in what one process can change share a launch. Those of one process on a CPU that are not timed are cut into
+launches of at most MANY, which cores then take side by side.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ HOURS = 3.0
 START = {"cpu": 6.0, "cuda": 75.0}  # seconds until ranks can compute
 FIXED = {"cpu": 4.0, "cuda": 60.0}  # seconds a case needs beside its steps
 TIMED = {"cpu": 5e6, "cuda": 2e8}  # values a second that all runs of a timed collective take together
+MANY = 10  # cases of one process in a launch
 RATE = {"cpu": 40e9, "cuda": 150e12}  # model FLOP/s of a core, of a GPU
 
 
@@ -185,7 +189,13 @@ def launches(planned: Iterable[Planned]) -> dict[str, Launch]:
     found: dict[str, list[Expanded]] = {}
     for row in sorted(owner.values(), key=lambda row: (SIZES.index(row.size), -row.value, row.id)):
         found.setdefault(_group(row), []).append(row)
-    return {name: Launch(name, cases[0].workload, tuple(cases)) for name, cases in sorted(found.items())}
+    parts = {}
+    for name, cases in found.items():
+        case = cases[0].case
+        alone = case.device == "cpu" and case.mesh.ranks == 1 and case.measure == "loss"
+        count = -(-len(cases) // MANY) if alone else 1
+        parts |= {f"{name}-{n + 1}" if n else name: tuple(cases[n::count]) for n in range(count)}
+    return {name: Launch(name, cases[0].workload, cases) for name, cases in sorted(parts.items())}
 
 
 def launches_of(workload: str, planned: Iterable[Planned], known: Mapping[str, Launch]) -> list[str]:

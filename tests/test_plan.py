@@ -132,6 +132,20 @@ def test_cases_that_agree_in_device_mesh_link_and_measure_share_a_launch():
     assert plan.single(rows["toy"].rows[0]).id == "toy-cpu-tp2-gloo-loss"
 
 
+def test_untimed_cases_of_one_process_are_cut_into_launches():
+    """Alternately, so that each part has some of the most valuable and as many; ranks, timed cases and GPUs stay together."""
+    rows = [(case(seed=s), "small", 1.0) for s in range(21)]
+    more = [(case(seed=s, **c), "small", 1.0) for c in ({"mesh": {"tp": 2}}, {"measure": "speed"}) for s in range(11)]
+    found = plan.launches(plan.plan(one(*rows, *more), CPU))
+    cut = ["toy-cpu-tp1-loss", "toy-cpu-tp1-loss-2", "toy-cpu-tp1-loss-3"]
+    assert {name: len(launch.cases) for name, launch in found.items()} == dict.fromkeys(cut, 7) | {
+        "toy-cpu-tp1-speed": 11,
+        "toy-cpu-tp2-gloo-loss": 11,
+    }
+    assert len({row.id for launch in found.values() for row in launch.cases}) == 43
+    assert plan.launches_of("toy", plan.plan(one(*rows), CPU), found) == cut
+
+
 def test_a_case_of_two_workloads_runs_once():
     rows = one((case(), "small", 1), name="b") | one((case(), "small", 5), (case(seed=1), "small", 1), name="a")
     planned = plan.plan(rows, CPU)
