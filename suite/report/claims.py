@@ -168,11 +168,16 @@ def judge(claim: Claim, value: float, complete: bool, spread: float = 0.0, inter
     return "not replicated"
 
 
+def defined(workloads: Mapping[str, Workload]) -> list[Entry]:
+    """Every case that there is, as one without a record."""
+    return [Entry(RUN, "-", row.id, row.case.row(), NOT_RUN, "no record yet", row.workload, row.size)
+            for w in workloads.values() for row in w.rows]
+
+
 def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mapping[str, Workload],
              overheads: Sequence[Overhead] = ()) -> list[Outcome]:
     """Every claim at every source that has its cases, in the order of the file; one row where there is none."""
-    defined = [Entry(RUN, "-", row.id, row.case.row(), NOT_RUN, "no record yet", row.workload, row.size)
-               for w in workloads.values() for row in w.rows]
+    known_cases = defined(workloads)
     rows: list[Outcome] = []
     for claim in claims:
         if claim.error:
@@ -190,7 +195,7 @@ def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mappi
         for source in sources:
             here = [[e for e in side if e.source == source] for side in (mine, others)]
             if source[0] != RUN:  # of a run, the plan's cases without a record are entries already
-                mute = [replace(e, origin=source[0], machine=source[1], reason=f"{e.id}: no record here") for e in defined
+                mute = [replace(e, origin=source[0], machine=source[1], reason=f"{e.id}: no record here") for e in known_cases
                         if _could_run(e, source[1])]
                 for side, one in zip(here, (top, bottom)):
                     known = {e.id for e in side}
@@ -201,7 +206,7 @@ def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mappi
                 outcome = _at(claim, *here, selector.free(top, bottom) if bottom else frozenset(), bottom is not None)
             found.append(replace(outcome, origin=source[0], machine=source[1]))
         if not found:
-            anywhere = any(map(top.matches, defined)) and (bottom is None or any(map(bottom.matches, defined)))
+            anywhere = any(map(top.matches, known_cases)) and (bottom is None or any(map(bottom.matches, known_cases)))
             found = [Outcome(claim, "not run: no record yet" if anywhere else UNDEFINED)]
         rows += found
     return rows

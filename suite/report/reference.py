@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from suite.record import Record, RecordError, publish, read
-from suite.report import claims, overhead
+from suite.report import brief, claims, overhead
 from suite.report.source import ReportError, entries
 from suite.report.verdict import machines
 from suite.report.write import markdown
@@ -126,6 +126,8 @@ def scoreboard(results: Path, name: str, file: Path, workloads: Mapping[str, Wor
     where = machines([e.record for e in mine if e.record]) or "hardware not recorded"
     failures = sum(e.status == "failed" for e in mine)
     head = f"**{name}**: {where}. {len(mine)} records, {failures} failed.\n\n"
+    short = brief.table(mine, claims.defined(workloads))
+    head += f"{short}\n" if short else ""
     if not rows:
         return head + "It answers no claim yet.\n"
     return head + markdown(("claim", "statement", "aim", "ours", "kind", "verdict", "rerun"), (
@@ -135,7 +137,7 @@ def scoreboard(results: Path, name: str, file: Path, workloads: Mapping[str, Wor
 
 def block(results: Path, file: Path, workloads: Mapping[str, Workload]) -> str:
     """What belongs between the README's markers: the scoreboard of each reference."""
-    names = sorted(p.parent.name for p in (results / "reference").glob("*/runs"))
+    names = sorted((p.parent.name for p in (results / "reference").glob("*/runs")), reverse=True)  # most GPUs first
     parts = [scoreboard(results, name, file, workloads) for name in names]
     return "\n" + "\n".join(parts or ["No reference numbers yet.\n"])
 
