@@ -132,6 +132,7 @@ def test_emulated_time_is_called_so(words, tmp_path):
     found = metrics(run(Case(model="gpt-tiny", precision=BASE, data=words, steps=2, measure="speed"), tmp_path))
     timed = "step_time", "tokens_per_second", "window_tokens_per_second", "model_tflops"
     assert {found[name].kind for name in timed} == {"emulated"}
+    assert (found["wall_step_time"].kind, found["wall_step_time"].value) == ("measured", found["step_time"].value)
     assert found["mfu"].value is None and "q1_snr" not in found
     plain = metrics(run(Case(model="gpt-tiny", data=words, steps=2, measure="speed"), tmp_path))
     assert plain["tokens_per_second"].kind == "measured"

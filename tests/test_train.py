@@ -166,6 +166,7 @@ def test_a_speed_run_measures_what_it_says(words, tmp_path):
     case = Case(model="gpt-tiny", precision="bf16", data=words, mesh={"tp": 2}, comm="int8", measure="speed", steps=4)
     _, metrics = run_ranks(run_rank, 2, case.row(), str(tmp_path))[0]
     assert metrics["tokens_per_second"] == pytest.approx(8 * 32 / (metrics["step_time"] / 1e3))
+    assert metrics["wall_step_time"] == metrics["step_time"]
     assert 0 < metrics["comm_share"] <= 100 and metrics["validation_loss"] is None and metrics["mfu"] is None
     elements = 9 * 8 * 32 * 128  # embedding and twice a layer, four layers
     assert metrics["payload_bytes_forward"] >= elements * (1 + 4 / 128)
