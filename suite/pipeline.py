@@ -71,11 +71,7 @@ class Pipeline:
         return [row.id for row in self.launches[launch].cases]
 
     def threads(self, launch: str, cores: int) -> int:
-        """All cores for timed launches and for any on the CPU, which uses them all; else the share of the GPUs used."""
-        one = self.launches[launch]
-        if one.exclusive or one.case.device == "cpu":
-            return cores
-        return max(1, cores * one.case.gpus // max(1, len(self.machine.gpus)))
+        return self.launches[launch].threads(cores, len(self.machine.gpus))
 
     @cached_property
     def plan_digest(self) -> str:

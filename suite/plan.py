@@ -81,6 +81,14 @@ class Launch:
         """Timed runs own the machine."""
         return self.case.measure not in ("loss", "codec")
 
+    def threads(self, cores: int, gpus: int) -> int:
+        """Of a machine's cores: all where it is timed, one a rank on the CPU, else the share of the GPUs that it uses."""
+        if self.exclusive:
+            return cores
+        if self.case.device == "cpu":
+            return min(cores, self.case.mesh.ranks)
+        return max(1, cores * self.case.gpus // max(1, gpus))
+
 
 def seconds(case: Case, cpus: int = 2) -> float:
     """Estimated seconds of a case without the start of its ranks (formula above)."""

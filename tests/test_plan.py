@@ -132,6 +132,22 @@ def test_cases_that_agree_in_device_mesh_link_and_measure_share_a_launch():
     assert plan.single(rows["toy"].rows[0]).id == "toy-cpu-tp2-gloo-loss"
 
 
+@pytest.mark.parametrize(
+    ("change", "cores", "count", "threads"),
+    [
+        ({}, 2, 0, 1),  # two launches of one process lie side by side
+        ({"measure": "speed"}, 2, 0, 2),
+        ({"mesh": {"tp": 4}}, 2, 0, 2),
+        ({"mesh": {"tp": 2}}, 16, 0, 2),
+        ({"device": "cuda"}, 16, 2, 8),
+        ({"device": "cuda", "measure": "speed"}, 16, 2, 16),
+    ],
+)
+def test_a_launch_takes_its_share_of_the_cores(change, cores, count, threads):
+    (row,) = one((case(**change), "small", 1.0))["toy"].rows
+    assert plan.single(row).threads(cores, count) == threads
+
+
 def test_untimed_cases_of_one_process_are_cut_into_launches():
     """Alternately, so that each part has some of the most valuable and as many; ranks, timed cases and GPUs stay together."""
     rows = [(case(seed=s), "small", 1.0) for s in range(21)]
