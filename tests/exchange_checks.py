@@ -1,6 +1,8 @@
 """Whole collectives as one kernel against encode and total or decode, all ranks in one process; run as a program, interpreted.
 
     TRITON_INTERPRET=1 python exchange_checks.py
+
+A check gives True, or an AssertionError says what differs.
 """
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ EXCHANGED = [{"group": 128}, {"group": 64, "mode": "paper"}, {"group": 128, "had
 
 
 def check(device: str, dtype: torch.dtype, n: int, options: dict[str, Any], peers: int = 2, product: bool | None = None,
-                   calls: int = 3) -> None:
+                   calls: int = 3) -> bool:
     """All ranks in this process: equal to encode and total or decode, bit for bit. On a GPU ranks meet, each on a stream of its
     own; elsewhere they cannot run at once, so all write before the first reads."""
     read = {k: v for k, v in options.items() if k in READ}
@@ -64,6 +66,7 @@ def check(device: str, dtype: torch.dtype, n: int, options: dict[str, Any], peer
             else:
                 own.decode(mine, **read, out=want, product=product)
             assert same(out[rank], want), (sent, received, rank)
+    return True
 
 
 def interpret() -> None:

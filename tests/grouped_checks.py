@@ -5,6 +5,8 @@
 Bit for bit, but for a product of tensor cores, where at most one code in 10,000 differs, by one step, and for quotients made to
 lie next to a tie. The interpreter (seen with
 Triton 3.7.1) rounds a product before it is added where an instruction rounds once, so its addition is replaced.
+
+A check gives True, or an AssertionError says what differs.
 """
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def near(got: Tensor, want: Tensor, group: int) -> None:
     torch.testing.assert_close(*scales, rtol=1e-6, atol=0.0, equal_nan=True)
 
 
-def check(device: str, dtype: torch.dtype, n: int, options: dict, product: bool | None = None) -> None:
+def check(device: str, dtype: torch.dtype, n: int, options: dict, product: bool | None = None) -> bool:
     """Outputs are poisoned before; bytes beside a row stay as they were; two calls give the same bits."""
     x, group = rows(n, device, dtype, options["hadamard"]), options["group"]
     exact = not (options["hadamard"] and (dtype == torch.bfloat16 if product is None else product))
@@ -77,9 +79,10 @@ def check(device: str, dtype: torch.dtype, n: int, options: dict, product: bool 
         again = grouped_reference.reduce(wires, **options, bad=known)
         assert torch.equal(grouped.reduce(wires, **options, bad=bad), again), options
         assert bad.item() == known.item() >= 1
+    return True
 
 
-def check_close_quotients(device: str) -> None:
+def check_close_quotients(device: str) -> bool:
     """Quotients as near to a tie of two codes as float32 has them, by divisors that bring them nearest to where a rounded quotient
     turns: k / 64 and its neighbours. A product with a rounded reciprocal misses a tenth of these codes."""
     k = torch.arange(64, 128, 4)
@@ -96,6 +99,7 @@ def check_close_quotients(device: str) -> None:
     wrong = groups.view(-1, 256)
     wrong = (wrong * (1.0 / (wrong[:, :1] / 127.0))).round().to(torch.int8).view(torch.uint8)
     assert (wrong.flatten() != want[0, : wrong.numel()]).float().mean() > 0.01, "these quotients are too easy"
+    return True
 
 
 def interpret() -> None:

@@ -3,6 +3,8 @@
     TRITON_INTERPRET=1 python kernel_checks.py
 
 The interpreter (seen with Triton 3.7.1) truncates where it casts to bfloat16, so there float32 alone is compared.
+
+A check gives True, or an AssertionError says what differs.
 """
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def close(got: Tensor, want: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=0.0, equal_nan=True)
 
 
-def check_statistics(device: str, dtype: torch.dtype, tokens: int, width: int, valid: int) -> None:
+def check_statistics(device: str, dtype: torch.dtype, tokens: int, width: int, valid: int) -> bool:
     logits, target = logits_and_targets(tokens, width, dtype, device, width)
     logits[:, valid:] = 1e4  # padding must not show
     before = logits.clone()
@@ -39,9 +41,10 @@ def check_statistics(device: str, dtype: torch.dtype, tokens: int, width: int, v
     assert torch.equal(got[0], want[0]) and torch.equal(got[2], want[2])
     close(got[1], exact[1], 3e-6)
     assert all(torch.equal(a, b) for a, b in zip(got, cross_entropy.statistics(logits, target, valid)))
+    return True
 
 
-def check_gradient(device: str, dtype: torch.dtype, tokens: int, width: int, valid: int) -> None:
+def check_gradient(device: str, dtype: torch.dtype, tokens: int, width: int, valid: int) -> bool:
     logits, target = logits_and_targets(tokens, width, dtype, device, width)
     logits[:, valid:] = 1e4
     target[0] = width // 2
@@ -56,9 +59,10 @@ def check_gradient(device: str, dtype: torch.dtype, tokens: int, width: int, val
     limit = {BF16: 2**-8, FLOAT32: 4e-6}[dtype]
     # p - 1 loses what p has below the rounding of 1: an absolute error in float32
     torch.testing.assert_close(logits.double(), exact, rtol=limit, atol=1e-8)
+    return True
 
 
-def check_nonfinite(device: str, dtype: torch.dtype) -> None:
+def check_nonfinite(device: str, dtype: torch.dtype) -> bool:
     logits = torch.zeros(6, 200, dtype=dtype, device=device)
     for row, value in enumerate([NAN, INF, -INF]):
         logits[row, 150] = value
@@ -73,9 +77,10 @@ def check_nonfinite(device: str, dtype: torch.dtype) -> None:
     assert got[1].isnan().tolist() == [True, True, False, False, False, False]
     cross_entropy.gradient(logits, target, *want[:2], 1.0, 180)
     assert logits[:, :180].isnan().any(1).tolist() == [True, True, False, True, False, False]
+    return True
 
 
-def check_step(device: str, shape: tuple[int, ...], dtype: torch.dtype, states: torch.dtype, clip: bool, steps: int = 10) -> None:
+def check_step(device: str, shape: tuple[int, ...], dtype: torch.dtype, states: torch.dtype, clip: bool, steps: int = 10) -> bool:
     """Each step from the reference's state: within 1e-6 of the old and the new value in float32 (their difference may be
     small, the step's error is not), within one unit in the last place on top of that in bfloat16."""
     given = step_inputs(shape, dtype, states, device, 0) | ({} if clip else {"clip": None})
@@ -93,6 +98,7 @@ def check_step(device: str, shape: tuple[int, ...], dtype: torch.dtype, states: 
             place = 2**-7 if mine[name].dtype == BF16 else 0.0
             excess = (got - want).abs() - 1e-6 * (old[name].abs() + want.abs()) - place * want.abs()
             assert excess.max().item() <= 0, (name, step)
+    return True
 
 
 def _swiglu(device: str, gu: Tensor, dz: Tensor) -> Tensor:
@@ -104,7 +110,7 @@ def _swiglu(device: str, gu: Tensor, dz: Tensor) -> Tensor:
     return out
 
 
-def check_swiglu(device: str, dtype: torch.dtype, tokens: int, width: int) -> None:
+def check_swiglu(device: str, dtype: torch.dtype, tokens: int, width: int) -> bool:
     """Within the rounding of what is summed: dg = dz·u·σ(g)(1 + g(1 - σ(g))) cancels near g = -1.28."""
     given = swiglu_inputs(tokens, width, dtype, device, width)
     gu, dz = given["gu"], given["dz"]
@@ -121,17 +127,19 @@ def check_swiglu(device: str, dtype: torch.dtype, tokens: int, width: int) -> No
     for result in (got, reference.swiglu_backward(gu, dz)):
         excess = (result.double() - exact).abs() - 4e-6 * summed - place * exact.abs()
         assert excess.max().item() <= 1e-30  # below float32's normal numbers σ is flushed to zero
+    return True
 
 
-def check_swiglu_nonfinite(device: str, dtype: torch.dtype) -> None:
+def check_swiglu_nonfinite(device: str, dtype: torch.dtype) -> bool:
     gu, dz = torch.ones(4, 2 * 50, dtype=dtype, device=device), torch.ones(4, 50, dtype=dtype, device=device)
     gu[0, 7], gu[1, 57], dz[2, 7], gu[3, 7] = NAN, INF, NAN, -INF
     got, want = _swiglu(device, gu, dz), reference.swiglu_backward(gu, dz)
     assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
     assert got.isfinite().sum().item() == 4 * 100 - 2 - 1 - 2 - 2
+    return True
 
 
-def check_bottleneck(device: str, dtype: torch.dtype, tokens: int, width: int) -> None:
+def check_bottleneck(device: str, dtype: torch.dtype, tokens: int, width: int) -> bool:
     """Within float32's rounding of what is summed (and the result's, in bfloat16); outputs are all NaN before."""
     place = 2**-8 if dtype == BF16 else 0.0
 
@@ -165,9 +173,10 @@ def check_bottleneck(device: str, dtype: torch.dtype, tokens: int, width: int) -
         scale = torch.rsqrt(wide["square"] / (2 * width) + 1e-6)
         near(dp, want[0], size * scale[:, None])
         near(ds, want[1], (size * latent.abs()).sum(1) / (4 * width) * scale.square(), False)
+    return True
 
 
-def check_bottleneck_nonfinite(device: str, dtype: torch.dtype) -> None:
+def check_bottleneck_nonfinite(device: str, dtype: torch.dtype) -> bool:
     """A NaN spoils its own row and no other."""
     given = bottleneck_inputs(4, 96, 192, True, dtype, True, device, 0)
     given["p"][1, 5], given["square"][2], given["dh"][3, 7] = NAN, NAN, INF
@@ -176,6 +185,7 @@ def check_bottleneck_nonfinite(device: str, dtype: torch.dtype) -> None:
     want = bottleneck_reference.epilogue_backward(**given)
     assert torch.equal(dp.isfinite(), want[0].isfinite()) and torch.equal(ds.isfinite(), want[1].isfinite())
     assert ds.isfinite().tolist() == [True, False, False, False]
+    return True
 
 
 def interpret() -> None:

@@ -1,6 +1,8 @@
 """NVFP4's kernels against kernels/nvfp4_reference.py, bit for bit on any device; run as a program, in Triton's interpreter.
 
     TRITON_INTERPRET=1 python nvfp4_checks.py
+
+A check gives True, or an AssertionError says what differs.
 """
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def edges(rows: int, device: str) -> Tensor:
     return x.flatten(1).to(device)
 
 
-def same(got: Quantized, want: Quantized) -> None:
+def same(got: Quantized, want: Quantized) -> bool:
     assert got.columns == want.columns
     for name in ("outer", "inner", "codes"):
         ours, theirs = (getattr(q, name) for q in (got, want))
@@ -64,9 +66,10 @@ def same(got: Quantized, want: Quantized) -> None:
             ours, theirs = ours.nan_to_num(0.0), theirs.nan_to_num(0.0)
         ours, theirs = (t.view(torch.uint8) for t in (ours, theirs))
         assert torch.equal(ours, theirs), f"{name}: {(ours != theirs).sum()} of {ours.numel()} bytes"
+    return True
 
 
-def check(device: str, dtype: torch.dtype, rows: int, columns: int, options: dict[str, Any], bad: bool = False) -> None:
+def check(device: str, dtype: torch.dtype, rows: int, columns: int, options: dict[str, Any], bad: bool = False) -> bool:
     x = numbers(rows, columns, device, dtype, bad)
     want = nvfp4_reference.nvfp4_quantize(x, **options)
     same(nvfp4.quantize(x, **options), want)
@@ -93,6 +96,7 @@ def check(device: str, dtype: torch.dtype, rows: int, columns: int, options: dic
     if "block" not in options and (device == "cuda" or bad):
         near = nvfp4_reference.nvfp4_quantize(x)
         same(nvfp4.requantize(near, **options), nvfp4_reference.nvfp4_requantize(near, **options))
+    return True
 
 
 def interpret() -> None:

@@ -184,6 +184,17 @@ def test_every_module_says_what_it_is():
     assert not missing, f"no docstring: {', '.join(missing)}"
 
 
+def test_every_test_can_fail():
+    """It asserts, or expects an error, in its own lines."""
+    def asserts(node):
+        return isinstance(node, ast.Assert) or (isinstance(node, ast.Attribute) and node.attr in ("raises", "assert_close"))
+
+    silent = [f"{path.name}:{node.lineno} {node.name}" for path in sorted((ROOT / "tests").glob("test_*.py"))
+              for node in ast.walk(ast.parse(path.read_text("utf-8")))
+              if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not any(map(asserts, ast.walk(node)))]
+    assert not silent, f"no assert: {', '.join(silent)}"
+
+
 def test_nothing_is_left_for_later():
     words = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
     found = [f"{relative(path)}:{number}" for path in SOURCES for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)

@@ -189,8 +189,7 @@ def test_a_case_that_a_reference_lacks_is_counted_where_its_machine_could_run_it
     ("h200x2", {"device": "cuda", "mesh": {"tp": 4}, "link": "gloo"}, True),
 ])
 def test_a_machine_is_asked_for_what_its_name_promises(machine, needs, could):
-    this = case(**needs)
-    assert claims._could_run(Entry("run", "-", this.id, this.row(), "not run", "", "w", "small"), machine) == could
+    assert claims._could_run(case(**needs), machine) == could
 
 
 def test_a_reference_without_any_partner_says_so(tmp_path):

@@ -38,6 +38,7 @@ def native_ops(mesh, codec):
     assert torch.equal(peak, torch.stack(xs).amax(0)), "a maximum passed a codec"
     ints, _ = wire.run("all_reduce", torch.tensor([2**40 + mesh.rank]))
     assert int(ints) == p * 2**40 + p * (p - 1) // 2, "integers passed a codec"
+    return mesh.rank
 
 
 def byte_ops(mesh, codec, algorithm, n):
@@ -125,6 +126,7 @@ def asynchronous(mesh, codec):
     for (y, t), pending in zip(now, later):
         z, u = pending.wait()
         assert torch.equal(y, z) and torch.equal(t, u) and pending.wait()[0] is z
+    return mesh.rank
 
 
 PAIRS = [("none", "all_reduce"), ("all_reduce", "none"), ("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather"),
@@ -198,6 +200,7 @@ def on_a_shared_gpu(mesh, codec):
         assert z.device.type == u.device.type == "cuda"
         assert error(z.cpu(), y) < 1e-3 and error(u.cpu(), t) < 1e-6
     assert here.counter.snapshot() == there.counter.snapshot()
+    return mesh.rank
 
 
 def undivided(mesh):
@@ -207,7 +210,7 @@ def undivided(mesh):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("codec", NATIVE)
 def test_native_ops(codec, size):
-    run_ranks(native_ops, size, codec)
+    assert run_ranks(native_ops, size, codec) == [*range(size)], "every rank came to the end of its checks"
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -248,7 +251,7 @@ def test_nonfinite_values_reach_the_output(codec):
 
 @pytest.mark.parametrize("codec", ["bf16", "fp8"])
 def test_started_equals_run(codec):
-    run_ranks(asynchronous, 4, codec)
+    assert run_ranks(asynchronous, 4, codec) == [*range(4)]
 
 
 @pytest.mark.parametrize("codec,algorithm", [("bf16", ""), ("fp32", ""), ("fp64", ""), ("int8", "one-shot"), ("int8", "two-shot"),
@@ -300,7 +303,7 @@ def test_which_codec_a_message_passes():
 @pytest.mark.gpu
 @pytest.mark.parametrize("codec", ["bf16", "fp32", "int8", "fp8"])
 def test_ranks_that_share_a_gpu(codec):
-    run_ranks(on_a_shared_gpu, 4, codec, timeout=240)
+    assert run_ranks(on_a_shared_gpu, 4, codec, timeout=240) == [*range(4)]
 
 
 def test_a_dimension_that_does_not_divide():

@@ -28,8 +28,8 @@ def test_an_exchange_compiles_without_spills_and_meets_at_system_scope(arch, sen
 @pytest.mark.parametrize("options", EXCHANGED, ids=lambda o: "-".join(str(v) for v in o.values()))
 def test_an_exchange_on_a_device(options):
     for n in (options["group"] * 8192, 100_003):
-        check("cuda", torch.bfloat16, n, options)
-        check("cuda", torch.float32, n, options)
+        assert check("cuda", torch.bfloat16, n, options)
+        assert check("cuda", torch.float32, n, options)
 
 
 def test_the_interpreter_equals_encode_and_total():

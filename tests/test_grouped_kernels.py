@@ -110,14 +110,14 @@ def test_what_does_not_fit_is_refused(call, words):
 @pytest.mark.parametrize("options", GRID, ids=lambda o: "-".join(str(v) for v in o.values()))
 def test_on_a_device(options):
     for n in (options["group"] * 64, 100_003):
-        check("cuda", torch.bfloat16, n, options)
-        check("cuda", torch.float32, n, options)
-        check("cuda", torch.float32, n, options, False)
+        assert check("cuda", torch.bfloat16, n, options)
+        assert check("cuda", torch.float32, n, options)
+        assert check("cuda", torch.float32, n, options, False)
 
 
 @pytest.mark.gpu
 def test_close_quotients_on_a_device():
-    check_close_quotients("cuda")
+    assert check_close_quotients("cuda")
 
 
 @pytest.mark.gpu

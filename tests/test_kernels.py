@@ -233,14 +233,14 @@ WIDE = [(17, 4096, 4096), (5, 12288, 12288), (9, 50304, 50257), (3, 151936, 1519
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 @pytest.mark.parametrize("shape", SHAPES + WIDE)
 def test_cross_entropy_on_a_device(poison, dtype, shape):
-    check_statistics("cuda", dtype, *shape)
-    check_gradient("cuda", dtype, *shape)
+    assert check_statistics("cuda", dtype, *shape)
+    assert check_gradient("cuda", dtype, *shape)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_nonfinite_logits_on_a_device(poison, dtype):
-    check_nonfinite("cuda", dtype)
+    assert check_nonfinite("cuda", dtype)
 
 
 @pytest.mark.gpu
@@ -248,28 +248,28 @@ def test_nonfinite_logits_on_a_device(poison, dtype):
 @pytest.mark.parametrize("dtype, states", [(BF16, BF16), (FLOAT32, FLOAT32), (BF16, FLOAT32)])
 @pytest.mark.parametrize("shape", [(64, 1024), (37, 41), (5000,)])
 def test_adamw_on_a_device(poison, dtype, states, shape, clip):
-    check_step("cuda", shape, dtype, states, clip)
+    assert check_step("cuda", shape, dtype, states, clip)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 @pytest.mark.parametrize("shape", [*GATES, (17, 4864), (3, 1025), (5, 18944)])
 def test_swiglu_on_a_device(poison, dtype, shape):
-    check_swiglu("cuda", dtype, *shape)
+    assert check_swiglu("cuda", dtype, *shape)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_nonfinite_gates_on_a_device(poison, dtype):
-    check_swiglu_nonfinite("cuda", dtype)
+    assert check_swiglu_nonfinite("cuda", dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_passes_around_the_bottleneck_on_a_gpu(dtype):
     for shape in [*ROWS, (64, 3072), (33, 1003)]:
-        check_bottleneck("cuda", dtype, *shape)
-    check_bottleneck_nonfinite("cuda", dtype)
+        assert check_bottleneck("cuda", dtype, *shape)
+    assert check_bottleneck_nonfinite("cuda", dtype)
 
 
 @pytest.mark.gpu

@@ -133,12 +133,12 @@ def test_nothing_to_do_is_done(shape):
 @pytest.mark.parametrize("options", GRID, ids=lambda o: "-".join(str(v) for v in o.values()) or "default")
 def test_on_a_device(options, dtype):
     for rows, columns in [*SHAPES, (300, 4096)]:
-        check("cuda", dtype, rows, columns, options)
-        check("cuda", dtype, rows, columns, options, bad=True)
+        assert check("cuda", dtype, rows, columns, options)
+        assert check("cuda", dtype, rows, columns, options, bad=True)
 
 
 @pytest.mark.gpu
 def test_at_every_edge_on_a_device():
     """By the hardware's own reciprocal."""
     x = edges(1 << 16, "cuda")
-    same(nvfp4.quantize(x), nvfp4_reference.nvfp4_quantize(x))
+    assert same(nvfp4.quantize(x), nvfp4_reference.nvfp4_quantize(x))

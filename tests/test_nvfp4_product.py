@@ -21,11 +21,11 @@ def operands(m: int, n: int, k: int, device: str = "cpu", outer: int | str = 128
     return tuple(nvfp4_quantize(torch.randn(rows, k, generator=g).to(device), outer=outer) for rows in (m, n))
 
 
-def close(got: Tensor, a: Quantized, b: Quantized) -> None:
-    """Float32 sums of k terms, against float64."""
+def close(got: Tensor, a: Quantized, b: Quantized) -> bool:
+    """Whether it is the product by float32 sums of k terms, against float64."""
     left, right = (q.dequantize().double() for q in (a, b))
     bound = 2.0**-20 * (left.abs() @ right.abs().t())
-    assert bool(((got.double() - left @ right.t()).abs() <= bound).all())
+    return bool(((got.double() - left @ right.t()).abs() <= bound).all())
 
 
 def values(q: Quantized) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def compiled(arch: int, native: bool):
 @pytest.mark.parametrize("shape", [(5, 7, 128), (33, 70, 300), (2, 3, 0)])
 def test_the_reference_is_the_product_of_what_codes_stand_for(shape, outer):
     a, b = operands(*shape, outer=outer)
-    close(nvfp4_reference.slab_product(a, b, torch.float32), a, b)
+    assert close(nvfp4_reference.slab_product(a, b, torch.float32), a, b)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -94,12 +94,12 @@ def test_the_interpreter_equals_the_reference():
 @pytest.mark.parametrize("shape", [(5, 7, 128), (300, 170, 1000), (1024, 768, 4096)])
 def test_on_a_device(shape, outer):
     a, b = operands(*shape, device="cuda", outer=outer)
-    close(nvfp4_product.slab(a, b, torch.float32), a, b)
-    close(nvfp4_product.slab_values(*values(a), *values(b), torch.float32), a, b)
+    assert close(nvfp4_product.slab(a, b, torch.float32), a, b)
+    assert close(nvfp4_product.slab_values(*values(a), *values(b), torch.float32), a, b)
 
 
 if __name__ == "__main__":
     for options in ({"outer": 128}, {"outer": "tensor"}):
         pair = operands(5, 70, 300, **options)
-        close(nvfp4_product.slab(*pair, torch.float32), *pair)
-        close(nvfp4_product.slab_values(*values(pair[0]), *values(pair[1]), torch.float32), *pair)
+        assert close(nvfp4_product.slab(*pair, torch.float32), *pair)
+        assert close(nvfp4_product.slab_values(*values(pair[0]), *values(pair[1]), torch.float32), *pair)

@@ -235,8 +235,12 @@ def test_a_step_on_a_device_waits_for_nothing(dtype):
     factor = torch.tensor(0.5, device="cuda")
     give(parameters, 0)
     optimizer.step(1e-3, factor)  # compiles
+    before = [leaf.detach().clone() for leaf in parameters]
     torch.cuda.set_sync_debug_mode("error")
     try:
         optimizer.step(2e-3, factor)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            factor.item()  # what would be seen
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.steps == 2 and not any(map(torch.equal, before, parameters))

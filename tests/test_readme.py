@@ -121,8 +121,14 @@ def test_measured_minutes_are_the_records(tmp_path):
     assert measured(0, tmp_path) == measured(1, tmp_path) == ""
 
 
-def test_scoreboard_is_what_the_references_give():
-    reference.check_readme(README, ROOT / "results", FOLDER / "claims.csv", workload.load_all())
+def test_scoreboard_is_what_the_references_give(tmp_path):
+    given = ROOT / "results", FOLDER / "claims.csv", workload.load_all()
+    reference.check_readme(README, *given)
+    head, inside, tail = reference._split(README.read_text(encoding="utf-8"), README.name)
+    changed = tmp_path / "README.md"
+    changed.write_text(head + reference.START + inside.replace("1.", "2.", 1) + reference.END + tail, encoding="utf-8")
+    with pytest.raises(reference.ReportError, match="scoreboard line"):
+        reference.check_readme(changed, *given)
 
 
 def test_numbers_in_the_text():

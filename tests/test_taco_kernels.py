@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import taco_checks
@@ -57,13 +58,44 @@ def test_the_interpreter_equals_the_reference():
     assert interpreted(taco_checks) == "32 settings\n"
 
 
+@pytest.mark.parametrize("fault", ["", "encode", "uncounted", "decode", "total", "reduce"])
+def test_the_check_of_kernels_sees_each_fault(monkeypatch, fault):
+    """The references in place of the kernels, one of them a bit off: what runs on devices passes without a fault alone."""
+    def off(step, change):
+        def run(*given, product=None, **options):
+            out = getattr(taco_reference, f"taco_{step}")(*given, **options)
+            if step == fault:
+                change(out[-1] if out.dim() > 1 else out)
+            if fault == "uncounted" and options.get("bad") is not None:
+                options["bad"].zero_()
+            return out
+
+        return run
+
+    def last_code(wire):
+        wire[-64] ^= 1
+
+    def last_value(x):
+        x[-1] += 0.1
+
+    kernels = SimpleNamespace(encode=off("encode", last_code), decode=off("decode", last_value), total=off("total", last_value),
+                              reduce=off("reduce", last_code))
+    monkeypatch.setattr(taco_checks, "taco", kernels)
+    options = {"group": 32, "mode": "lean", "hadamard": False, "format": "e4m3"}
+    if fault:
+        with pytest.raises(AssertionError):
+            check("cpu", torch.float32, 600, options)
+    else:
+        assert check("cpu", torch.float32, 600, options)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", GRID, ids=lambda o: "-".join(str(v) for v in o.values()))
 def test_on_a_device(options):
     for n in (options["group"] * 64, 100_003):
-        check("cuda", torch.bfloat16, n, options)
-        check("cuda", torch.float32, n, options)
-        check("cuda", torch.float32, n, options, False, False)
+        assert check("cuda", torch.bfloat16, n, options)
+        assert check("cuda", torch.float32, n, options)
+        assert check("cuda", torch.float32, n, options, False, False)
 
 
 @pytest.mark.gpu

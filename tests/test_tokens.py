@@ -43,7 +43,7 @@ def test_every_window_once_an_epoch_in_another_order_each():
 
 def test_window_holds_inputs_and_their_targets():
     batch = FileTokens("t", BATCH, TRAIN, VALID).batch(2, 0, range(BATCH), SEQ)
-    np.testing.assert_array_equal(batch, batch[:, :1] + np.arange(SEQ + 1))
+    assert np.array_equal(batch, batch[:, :1] + np.arange(SEQ + 1))
 
 
 def test_batch_larger_than_the_text_takes_whole_epochs():

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +26,7 @@ MARGIN = 1.03
 TIMED = 7
 
 
-@dataclass(frozen=True, order=True)
-class Place:
+class Place(NamedTuple):
     """What is timed once. Codecs of a wire's two directions may differ; `codec`: its name, `number`: which of a wire's it is."""
 
     op: str
@@ -61,7 +61,7 @@ class Choices:
 
     def rows(self) -> list[dict[str, object]]:
         """For a record: one a place."""
-        return [asdict(place) | {"path": path or "codec", "seconds": self.seconds[place]}
+        return [place._asdict() | {"path": path or "codec", "seconds": self.seconds[place]}
                 for place, path in sorted(self.paths.items())]
 
 

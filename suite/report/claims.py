@@ -177,7 +177,7 @@ def defined(workloads: Mapping[str, Workload]) -> list[Entry]:
 def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mapping[str, Workload],
              overheads: Sequence[Overhead] = ()) -> list[Outcome]:
     """Every claim at every source that has its cases, in the order of the file; one row where there is none."""
-    known_cases = defined(workloads)
+    known_cases, lacking = defined(workloads), _lacking(entries, workloads)
     rows: list[Outcome] = []
     for claim in claims:
         if claim.error:
@@ -194,12 +194,8 @@ def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mappi
         found = []
         for source in sources:
             here = [[e for e in side if e.source == source] for side in (mine, others)]
-            if source[0] != RUN:  # of a run, the plan's cases without a record are entries already
-                mute = [replace(e, origin=source[0], machine=source[1], reason=f"{e.id}: no record here") for e in known_cases
-                        if _could_run(e, source[1])]
-                for side, one in zip(here, (top, bottom)):
-                    known = {e.id for e in side}
-                    side += [e for e in mute if one and one.matches(e) and e.id not in known]
+            for side, one in zip(here, (top, bottom)):
+                side += [e for e in lacking[source] if one and one.matches(e)]
             if claim["comparison"] == gaps.COMPARISON:
                 outcome = _closed(claim, *here, selector.free(top, bottom), [e for e in entries if e.source == source])
             else:
@@ -212,9 +208,21 @@ def outcomes(claims: Sequence[Claim], entries: Sequence[Entry], workloads: Mappi
     return rows
 
 
-def _could_run(entry: Entry, machine: str) -> bool:
+def _lacking(entries: Sequence[Entry], workloads: Mapping[str, Workload]) -> dict[tuple[str, str], list[Entry]]:
+    """For each source the cases that its machine could run and that it has no record of. Those of a run are entries already."""
+    found = {source: [] for source in dict.fromkeys(e.source for e in entries)}
+    cases = {row.id: row.case for workload in workloads.values() for row in workload.rows}
+    for origin, machine in found:
+        known = {e.id for e in entries if e.source == (origin, machine)}
+        found[origin, machine] = [
+            replace(e, origin=origin, machine=machine, reason=f"{e.id}: no record here") for e in defined(workloads)
+            if origin != RUN and e.id not in known and _could_run(cases[e.id], machine)]
+    return found
+
+
+def _could_run(case: Case, machine: str) -> bool:
     """Whether a machine of that name (`cpu2`, `h200x2`) has what a case needs."""
-    case, gpus = Case.model_validate(entry.case), re.fullmatch(r".*x(\d+)", machine)
+    gpus = re.fullmatch(r".*x(\d+)", machine)
     return case.gpus <= int(gpus[1]) and case.device == "cuda" if gpus else case.device == "cpu"
 
 
