@@ -87,6 +87,27 @@ def test_every_seeded_fault_is_named_and_nothing_else(tmp_path):
     assert git(folder, "status", "--porcelain").split() == ["M", "kernels/registry.py"]
 
 
+def test_kernels_are_checked_beforehand_each_once_a_side_in_processes_that_end(tmp_path):
+    """What a GPU's gate does so that compilers run side by side: here with kernels that tell a file of every call."""
+    folder = repository(tmp_path)
+    told = tmp_path / "told"
+    change(folder, {name: ("exp", f"open({str(told)!r}, 'a').write({name!r} + chr(10))") for name in ("k1", "k2", "k3", "k4")}
+           | {"bad5": ("exp", "raise OSError('broken')")})
+    assert ab.compiled(folder, folder, "cpu", ["k1", "k2", "k3", "bad5"], 1 << 20, tmp_path / "caches", 2) == 2 * 4
+    calls = told.read_text().split()
+    assert set(calls) == {"k1", "k2", "k3"} and all(calls.count(name) > 2 for name in set(calls))
+    assert ab.compiled(folder, tmp_path / "nothing", "cpu", [], 1 << 20, tmp_path / "caches", 0) == 0, "no core to spare"
+
+
+def test_a_kernel_is_checked_once_and_timed_in_every_round(tmp_path):
+    folder, told = repository(tmp_path), tmp_path / "told"
+    change(folder, {"exp": ("exp", f"open({str(told)!r}, 'a').write(str(float(x[0])) + chr(10))")})
+    turns = list(ab.rounds(folder, folder, "cpu", ["exp"], times=3))
+    assert [one.verdict in (FINE, UNSURE) for findings in turns for one in findings] == [True] * 3
+    others = [line for line in told.read_text().split() if line != told.read_text().split()[0]]
+    assert len(others) == 2, "other inputs are tried once on each side, not once in each round"
+
+
 def test_unknown_revision_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="git rev-parse"):
         ab.gate(repository(tmp_path), "nosuch", None, "cpu")

@@ -5,6 +5,9 @@ the ratio head / base. The interval of the median ratio is distribution-free (or
 of level 1 - 0.01 / kernels. Above 1 + tolerance: measured once more in fresh processes, since where a process
 lies in memory is a bias that no number of pairs removes; an alarm needs both. Below: ok. Neither after LAST pairs: no verdict.
 
+On a GPU most of the time goes to the compiler and to the checks that come first: before the timing, spare cores do both once,
+each process a part of the kernels, and leave what they compiled in the caches of the two sides.
+
 The base lies in a worktree of its own in a temporary folder, with caches of its own; it goes away however the run ends.
 """
 
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +34,7 @@ TOLERANCE = {"cpu": 0.05, "cuda": 0.02}
 RUNS, FIRST, LAST, STEP = 5, 7, 63, 4
 WHOLE = ("step:", "collective:")  # what the host has a part in, also on a GPU
 LARGEST = 4 << 20  # bytes a call moves, up to which a reference is timed on a CPU
+HELPERS = 6  # processes a side at most that compile beforehand: each holds one kernel's tensors on the GPU
 WORKER = Path(__file__).with_name("worker.py")
 
 
@@ -101,6 +106,27 @@ def pair_of(base: Path, head: Path, device: str, largest: int, caches: Path) -> 
             worker.close()
 
 
+def compiled(base: Path, head: Path, device: str, only: Sequence[str], largest: int, caches: Path, helpers: int) -> int:
+    """Checks every kernel once in processes that end with it, `helpers` a side at the same time, so that the caches hold what
+    they compile. Gives how many were checked; what is wrong with a kernel is told when it is timed."""
+    def part(task: tuple[Path, str, int]) -> int:
+        tree, side, index = task
+        worker, done = Worker(tree, device, largest, caches / side), 0
+        with contextlib.closing(worker), contextlib.suppress(RuntimeError, OSError):
+            for name in chosen(worker.read()["kernels"], only)[index::helpers]:
+                worker.ask(name, 0)
+                done += 1
+        return done
+
+    tasks = [(tree, side, index) for index in range(helpers) for tree, side in ((base, "base"), (head, "head"))]
+    with ThreadPoolExecutor(len(tasks) or 1) as pool:
+        return sum(pool.map(part, tasks))
+
+
+def chosen(names: Sequence[str], only: Sequence[str]) -> list[str]:
+    return [name for name in names if not only or any(part in name for part in only)]
+
+
 def one(workers: Sequence[Worker], kernel: str, tolerance: float, level: float) -> tuple[Finding, bool]:
     """(finding, whether it is an alarm to be confirmed)."""
     ready = [worker.ask(kernel, 0) for worker in workers]
@@ -147,9 +173,10 @@ def rounds(base: Path, head: Path, device: str, only: Sequence[str] = (), larges
         return (tolerances or {}).get(name, TOLERANCE["cpu" if name.startswith(WHOLE) else device])
 
     with tempfile.TemporaryDirectory(prefix="triaxis-gate-") as caches, contextlib.ExitStack() as stack:
+        if device == "cuda":
+            compiled(base, head, device, only, largest, Path(caches), min(HELPERS, len(os.sched_getaffinity(0)) // 4))
         workers = stack.enter_context(pair_of(base, head, device, largest, Path(caches)))
-        old, new = ([name for name in worker.read()["kernels"] if not only or any(part in name for part in only)]
-                    for worker in workers)
+        old, new = (chosen(worker.read()["kernels"], only) for worker in workers)
         if not old:
             raise ValueError(f"the base has no kernel to time{' named ' * bool(only)}{' or '.join(only)}")
         both = [name for name in old if name in new]

@@ -31,7 +31,7 @@ def benches(device: str) -> dict[str, Any]:
 
 
 class Step:
-    """`check()` gives a fault or None; `seconds(loops)` the time of a step."""
+    """`check()` gives a fault or None; `seconds(loops)` the time of a step, after `check`, or `prepare` where it was released."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -51,6 +51,9 @@ class Step:
             torch.cuda.synchronize()
         self.model, self.optimizer, self.gradients, self.rows = one
         return None
+
+    def prepare(self) -> None:
+        self.model, self.optimizer, self.gradients, self.rows = self._build(0)
 
     def _build(self, seed: int) -> tuple[Any, ...]:
         import torch
@@ -108,6 +111,11 @@ class Collective:
                                        env={**os.environ, **meeting, "RANK": str(index), "LOCAL_RANK": str(index)})
                       for index in (0, 1)]
         return self._ask("check 0") or self._ask("check 1") or None
+
+    def prepare(self) -> None:
+        fault = self.check()  # two new processes
+        if fault:
+            raise RuntimeError(fault)
 
     def _ask(self, line: str) -> str:
         for rank in self.ranks:

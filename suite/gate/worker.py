@@ -5,9 +5,9 @@
 
 On a CPU: `reference:NAME` is the plain-torch reference where a call moves at most LARGEST bytes, `host:NAME` what building the
 launch costs. On a GPU: `NAME`, device time by events, and by graph replay below SHORT. On both what suite/gate/steps.py has. The
-cache is flushed before each run. `loops` 0 checks and warms up: results that are zeros, not finite, or the same for other
-inputs are faults; on a GPU also what differs from the reference, what a graph of the call's stream does not write again (another
-stream) and device time that does not cover the call (a sleep). Imports of suite only what is timed.
+cache is flushed before each run. `loops` 0 checks, the first time, and warms up: results that are zeros, not finite, or the same
+for other inputs are faults; on a GPU also what differs from the reference, what a graph of the call's stream does not write again
+(another stream) and device time that does not cover the call (a sleep). Imports of suite only what is timed.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Bench:
         self.given: dict[str, Any] = {}
         self.kept: dict[str, Any] = {}
         self.graph: Any = None
+        self.short = False  # timed by replay of a graph
 
     def check(self) -> str | None:
 
@@ -96,8 +97,13 @@ class Bench:
             for got, exact in zip(first, want):
                 if (got.double() - exact.double()).norm() > 0.05 * exact.double().norm():
                     return "differs from its reference"
-        self.given, self.kept = self.inputs(self.device, 0), self.inputs(self.device, 0)
+        self.prepare()
         return self.check_device(first) if self.device == "cuda" else None
+
+    def prepare(self) -> None:
+        """After `release`, what `seconds` needs; the faults were looked for by `check`."""
+        self.given, self.kept = self.inputs(self.device, 0), self.inputs(self.device, 0)
+        self.graph = self.captured()[0] if self.short else None
 
     def check_device(self, first: list[Any]) -> str | None:
         """Whether the call's own stream does the work, and how long it takes. first: what the call makes of these inputs."""
@@ -124,7 +130,8 @@ class Bench:
         changed = [now for old, now in pairs if not same([old], [now])]
         if not same(made + changed, first):
             return ASIDE
-        self.graph = graph if device < SHORT else None
+        self.short = device < SHORT
+        self.graph = graph if self.short else None
         return None
 
     def captured(self) -> tuple[Any, Any]:
@@ -159,7 +166,7 @@ class Bench:
                 self.given[name].copy_(x)
 
     def release(self) -> None:
-        """Lets go of what it holds; `check` comes before it is timed again."""
+        """Lets go of what it holds; `prepare` comes before it is timed again."""
         self.given, self.kept, self.graph = {}, {}, None
 
     def seconds(self, loops: int) -> float:
@@ -179,9 +186,12 @@ class Host(Bench):
     """What the host does for one launch; it has no result to check."""
 
     def check(self) -> str | None:
-        self.given = self.inputs("meta", 0)
+        self.prepare()
         self.call()
         return None
+
+    def prepare(self) -> None:
+        self.given = self.inputs("meta", 0)
 
 
 def benches(device: str, largest: int) -> dict[str, Any]:
@@ -218,7 +228,7 @@ def serve(device: str, largest: int) -> None:
     junk = torch.empty(FLUSH[device], dtype=torch.uint8, device=device)
     answers.write(json.dumps({"kernels": list(known)}) + "\n")
     answers.flush()
-    last = None
+    last, good = None, set()
     for line in sys.stdin:
         ask = json.loads(line)
         bench = known[ask["kernel"]]
@@ -231,8 +241,9 @@ def serve(device: str, largest: int) -> None:
                 junk.zero_()
                 answer: dict[str, Any] = {"seconds": bench.seconds(ask["loops"])}
             else:
-                fault = bench.check()
+                fault = bench.prepare() if bench in good else bench.check()
                 answer = {"fault": fault} if fault else {"loops": bench.loops()}
+                good |= set() if fault else {bench}
         except Exception as error:  # a benchmark that throws is a result
             answer = {"fault": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
         answers.write(json.dumps(answer) + "\n")
