@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from kernels.float8 import from_code
 from kernels.launch import Kept, Launch
-from kernels.nvfp4_reference import INNER, OUTER, TOP_CODE, TOP_SCALE, Quantized, checked, sign_bits
+from kernels.nvfp4_reference import INNER, OUTER, TOP_CODE, TOP_SCALE, Number, Quantized, checked, sign_bits
 from kernels.nvfp4_tile import (
     by_chance,
     divided,
@@ -42,6 +43,7 @@ from kernels.nvfp4_tile import (
     values,
     words,
 )
+from kernels.philox import halves
 
 TURNS = 4  # tiles of a program, below one another
 BLOCKS, BESIDE, WARPS = 256, 32, 4  # a tile: blocks of 16, or rows of a transposed operand
@@ -110,16 +112,18 @@ def blocks_again(x, scales, over, r, c, first, left, short, code_row, scale_row,
 
 
 @triton.jit(do_not_specialize=["signs", "seed_low", "seed_high", "middle", "first_row", "first_column", "rows", "columns"])
-def quantize_kernel(x, scale, over, peak, codes, inner, outer, out, signs, seed_low, seed_high, middle, first_row, first_column,
-                    rows, columns, width, pitch, stride, scale_row, over_row, over_column, tiles, across, A: tl.constexpr,
-                    B: tl.constexpr, TURNS: tl.constexpr, ALONG: tl.constexpr, AGAIN: tl.constexpr, ROTATED: tl.constexpr,
-                    TALL: tl.constexpr, TENSOR: tl.constexpr, SEARCH: tl.constexpr, APART: tl.constexpr, CHANCE: tl.constexpr,
-                    MARGIN: tl.constexpr,
-                    ALL: tl.constexpr, PART: tl.constexpr, SIX: tl.constexpr, SIXTH: tl.constexpr, WIDTH: tl.constexpr,
-                    FULL: tl.constexpr, PAIRS: tl.constexpr, HARDWARE: tl.constexpr, FUSED: tl.constexpr):
+def quantize_kernel(x, scale, over, peak, codes, inner, outer, out, drawn, signs, seed_low, seed_high, middle, first_row,
+                    first_column, rows, columns, width, pitch, stride, scale_row, over_row, over_column, tiles, across,
+                    A: tl.constexpr, B: tl.constexpr, TURNS: tl.constexpr, ALONG: tl.constexpr, AGAIN: tl.constexpr,
+                    ROTATED: tl.constexpr, TALL: tl.constexpr, TENSOR: tl.constexpr, SEARCH: tl.constexpr, APART: tl.constexpr,
+                    CHANCE: tl.constexpr, MARGIN: tl.constexpr, ALL: tl.constexpr, PART: tl.constexpr, SIX: tl.constexpr,
+                    SIXTH: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr, PAIRS: tl.constexpr, HARDWARE: tl.constexpr,
+                    FUSED: tl.constexpr):
     """A tile is A rows of B blocks, or, where the operand lies transposed, 8 blocks of B rows. AGAIN: x are codes whose transpose
     is quantised. SEARCH: only the peak is sought. Written are codes and scales, or `out`, what they stand for;
-    APART: out without the outer scales, and these beside it."""
+    APART: out without the outer scales, and these beside it. drawn: where signs and noise lie, in place of the numbers."""
+    if drawn is not None:
+        signs, seed_low, seed_high = tl.load(drawn), tl.load(drawn + 1), tl.load(drawn + 2)
     ROWS: tl.constexpr = A if ALONG else B
     COLUMNS: tl.constexpr = 16 * B if ALONG else 128
     first = tl.program_id(0) // across * (TURNS * ROWS)
@@ -201,10 +205,13 @@ def dequantize_kernel(codes, inner, outer, out, rows, columns, code_row, scale_r
     tl.store(out + r * columns + c, v.to(out.dtype.element_ty), mask=mask)
 
 
-def _halves(noise: int | None) -> dict[str, int]:
-    """A 64-bit key as two signed 32-bit numbers, whose type does not change with their value."""
-    words = ((noise or 0) & 0xFFFFFFFF, ((noise or 0) >> 32) & 0xFFFFFFFF)
-    return dict(zip(("seed_low", "seed_high"), (word - (1 << 32) if word >> 31 else word for word in words)))
+def _chance(noise: Number, signs: Number) -> dict[str, Any]:
+    """A row of `drawn` where one of them is, else the numbers."""
+    found = next((one for one in (noise, signs) if isinstance(one, Tensor)), None)
+    if found is not None:
+        return {"drawn": found, "signs": 0, "seed_low": 0, "seed_high": 0}
+    low, high = halves(noise or 0)
+    return {"drawn": None, "signs": 0 if signs is None else sign_bits(signs), "seed_low": low, "seed_high": high}
 
 
 def _steps(q: Quantized) -> dict[str, int]:
@@ -241,8 +248,8 @@ def _plan(rows: int, columns: int, along: bool, again: bool, itemsize: int, even
 
 
 def quantize_launch(x: Tensor | Quantized, codes: Tensor | None = None, inner: Tensor | None = None, outer: Tensor | None = None,
-                    margin: float = 1.0, block: int = 1, noise: int | None = None, *, out: Tensor | None = None,
-                    signs: int | None = None, origin: tuple[int, int] = (0, 0), peak: Tensor | None = None,
+                    margin: float = 1.0, block: int = 1, noise: Number = None, *, out: Tensor | None = None,
+                    signs: Number = None, origin: tuple[int, int] = (0, 0), peak: Tensor | None = None,
                     search: bool = False) -> Launch:
     """codes, inner (as uint8), outer: those of the result; or out [r, columns], its rows contiguous: what they stand for. peak:
     int32 [1], bits of the largest magnitude of the whole tensor. x: one of its strides is 1."""
@@ -255,7 +262,7 @@ def quantize_launch(x: Tensor | Quantized, codes: Tensor | None = None, inner: T
                                              out is not None and outer is not None, noise is not None, signs is not None)
     arguments = {"x": x.codes if again else x, "scale": x.inner.view(torch.uint8) if again else None,
                  "over": x.outer if again else None, "peak": peak, "codes": None if codes is None else codes.view(torch.int32),
-                 "inner": inner, "outer": outer, "out": out, "signs": 0 if signs is None else sign_bits(signs), **_halves(noise),
+                 "inner": inner, "outer": outer, "out": out, **_chance(noise, signs),
                  "middle": 0x80, "first_row": origin[0], "first_column": origin[1], "rows": rows, "columns": columns,
                  "width": 0 if out is None else out.shape[1], "pitch": 0 if out is None else out.stride(0),
                  "stride": x.codes.shape[1] if again else x.stride(0 if along else 1),
@@ -273,22 +280,23 @@ def dequantize_launch(q: Quantized, out: Tensor) -> Launch:
 
 
 def quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
-             noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0),
+             noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0),
              peak: Tensor | None = None) -> Quantized:
     """x [r, k] of any float dtype and strides -> Quantized, the contraction along k.
 
     rounding: nearest (ties to the even code) or stochastic. margin: 1, or 16/17 under which nothing clips. outer: elements under a
     float32 scale, 128 or `tensor`. block: 1 for inner scales over 1x16, 16 for 16x16. noise: a 64-bit key, of stochastic
-    rounding. signs: a 64-bit key of a rotation by 16, None for none. origin: (row, column) of x[0, 0] in the unsharded tensor,
-    the column a multiple of 8. peak: float32 [], the largest magnitude of the unsharded (rotated) tensor, for outer `tensor`.
-    Raises ValueError for what does not fit.
+    rounding. signs: a 64-bit key of a rotation by 16, None for none. Either may lie on x's device instead, as a row of
+    kernels.nvfp4_reference.drawn, the same row for both: it is read when the kernel runs. origin: (row, column) of x[0, 0] in the
+    unsharded tensor, the column a multiple of 8. peak: float32 [], the largest magnitude of the unsharded (rotated) tensor, for
+    outer `tensor`. Raises ValueError for what does not fit.
     """
     checked(x, rounding, margin, outer, block, noise, origin)
     return _quantized(_readable(x), x.shape, x.device, margin, outer, block, noise, signs, origin, peak)
 
 
 def rounded(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
-            noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0), peak: Tensor | None = None,
+            noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0), peak: Tensor | None = None,
             dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """quantize(x, ...).dequantize(dtype) in one pass over memory: [r, k], k filled up to a multiple of 16 where rotated.
 
@@ -309,7 +317,7 @@ def rounded(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: in
 
 
 def inner_values(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
-                 noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0),
+                 noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0),
                  peak: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(codes times inner scales of quantize(x, ...), bfloat16 [r, K], exact; outer scales, float32 [r, K/128] or [1, 1]).
 
@@ -331,7 +339,7 @@ def inner_values(x: Tensor, rounding: str = "nearest", margin: float = 1.0, oute
     return found, over
 
 
-def largest_magnitude(x: Tensor, signs: int | None = None) -> Tensor:
+def largest_magnitude(x: Tensor, signs: Number = None) -> Tensor:
     """Of x [r, k], rotated where signs are given: float32 []. A NaN is above all; 0 of an empty tensor."""
     if not x.numel():
         return torch.zeros((), device=x.device)
@@ -339,7 +347,7 @@ def largest_magnitude(x: Tensor, signs: int | None = None) -> Tensor:
 
 
 def requantize(given: Quantized, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER,
-               noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0)) -> Quantized:
+               noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0)) -> Quantized:
     """[r, k] quantised along k -> its transpose [k, r] quantised along r, from the dequantised values; options as in `quantize`."""
     checked(torch.empty(0, 0), rounding, margin, outer, 1, noise, origin)
     shape = given.columns, len(given.codes)
@@ -362,7 +370,7 @@ def _readable(x: Tensor) -> Tensor:
     return x if 1 in x.stride() else x.contiguous()
 
 
-def _held(x: Tensor | Quantized, outer: int | str, peak: Tensor | None, signs: int | None) -> Tensor | None:
+def _held(x: Tensor | Quantized, outer: int | str, peak: Tensor | None, signs: Number) -> Tensor | None:
     """Bits of the largest magnitude, int32 [1], sought where they are not given; None where outer scales are of blocks."""
     if outer != "tensor":
         return None
@@ -374,7 +382,7 @@ def _held(x: Tensor | Quantized, outer: int | str, peak: Tensor | None, signs: i
 
 
 def _quantized(x: Tensor | Quantized, shape: tuple[int, int], device: torch.device, margin: float, outer: int | str, block: int,
-               noise: int | None, signs: int | None, origin: tuple[int, int], peak: Tensor | None) -> Quantized:
+               noise: Number, signs: Number, origin: tuple[int, int], peak: Tensor | None) -> Quantized:
     rows, columns = shape
     tiles = -(-columns // OUTER)
     codes, inner = (torch.empty(rows, tiles * n, dtype=torch.uint8, device=device) for n in (OUTER // 2, OUTER // INNER))

@@ -20,6 +20,7 @@ A NaN or Inf makes its outer block NaN by its outer scale; its codes are 0. -0 k
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.philox import MASK, philox
+from kernels.philox import MASK, halves, philox
 
 INNER, OUTER = 16, 128
 LANES = 8  # elements that one Philox call serves
@@ -35,6 +36,7 @@ TOP_CODE, TOP_SCALE = 6.0, 448.0
 SMALLEST = 2.0**-126  # float32's smallest normal number, a floor of outer scales
 SMALL = 2.0**-6  # E4M3's smallest normal number
 MARGIN = 16.0 / 17.0
+Number = int | Tensor | None  # a 64-bit key, or a row of `drawn` that holds it; None where nothing is drawn
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -59,7 +61,7 @@ class Quantized:
         return x.flatten(1)[:, : self.columns].to(dtype)
 
 
-def checked(x: Tensor, rounding: str, margin: float, outer: int | str, block: int, noise: int | None,
+def checked(x: Tensor, rounding: str, margin: float, outer: int | str, block: int, noise: Number,
             origin: tuple[int, int] = (0, 0)) -> None:
     """Raises ValueError naming what does not fit."""
     if x.ndim != 2 or not x.is_floating_point():
@@ -79,7 +81,7 @@ def checked(x: Tensor, rounding: str, margin: float, outer: int | str, block: in
 
 
 def nvfp4_quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
-                   noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0),
+                   noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0),
                    peak: Tensor | None = None) -> Quantized:
     """See kernels.nvfp4.quantize."""
     checked(x, rounding, margin, outer, block, noise, origin)
@@ -87,7 +89,7 @@ def nvfp4_quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, ou
     columns += -columns % INNER if signs is not None else 0
     x = F.pad(x.to(torch.float32), (0, -x.shape[1] % OUTER))
     if signs is not None:
-        x = rotate(x, signs)
+        x = rotate(x, factors(signs, x.device))
     x = x.reshape(rows, x.shape[1] // OUTER, OUTER // INNER, INNER)
     amax = x.abs().amax(-1)
     if block > 1:
@@ -112,7 +114,7 @@ def nvfp4_quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, ou
 
 
 def nvfp4_rounded(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
-                  noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0),
+                  noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0),
                   peak: Tensor | None = None, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """See kernels.nvfp4.rounded."""
     found = nvfp4_quantize(x, rounding, margin, outer, block, noise, signs=signs, origin=origin, peak=peak)
@@ -120,7 +122,7 @@ def nvfp4_rounded(x: Tensor, rounding: str = "nearest", margin: float = 1.0, out
 
 
 def inner_values(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
-                 noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0),
+                 noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0),
                  peak: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See kernels.nvfp4.inner_values."""
     q = nvfp4_quantize(x, rounding, margin, outer, block, noise, signs=signs, origin=origin, peak=peak)
@@ -128,10 +130,10 @@ def inner_values(x: Tensor, rounding: str = "nearest", margin: float = 1.0, oute
     return values if out is None else out.copy_(values), q.outer
 
 
-def largest_magnitude(x: Tensor, signs: int | None = None) -> Tensor:
+def largest_magnitude(x: Tensor, signs: Number = None) -> Tensor:
     """See kernels.nvfp4.largest_magnitude."""
     x = x.to(torch.float32)
-    x = x if signs is None else rotate(F.pad(x, (0, -x.shape[1] % INNER)), signs)
+    x = x if signs is None else rotate(F.pad(x, (0, -x.shape[1] % INNER)), factors(signs, x.device))
     return _peak(x.abs())
 
 
@@ -141,7 +143,7 @@ def nvfp4_dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def nvfp4_requantize(given: Quantized, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER,
-                     noise: int | None = None, *, signs: int | None = None, origin: tuple[int, int] = (0, 0)) -> Quantized:
+                     noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0)) -> Quantized:
     """See kernels.nvfp4.requantize."""
     return nvfp4_quantize(given.dequantize().t(), rounding, margin, outer, 1, noise, signs=signs, origin=origin)
 
@@ -177,13 +179,31 @@ def _peak(amax: Tensor) -> Tensor:
     return amax.amax() if amax.numel() else amax.new_zeros(())
 
 
-def uniform(key: int, rows: int, columns: int, origin: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
+def uniform(key: int | Tensor, rows: int, columns: int, origin: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
     """u [rows, columns] in (0, 1) of the elements from `origin` (row, column, a multiple of 8) on; columns divide by 8."""
     r = torch.arange(origin[0], origin[0] + rows, device=device)
     c = torch.arange(origin[1] // LANES, (origin[1] + columns) // LANES, device=device)
-    words = philox(((r[:, None] << 32) + c).reshape(-1), key)
+    words = philox(((r[:, None] << 32) + c).reshape(-1), key_of(key))
     pieces = torch.stack([words & 0xFFFF, words >> 16]).reshape(LANES, rows, len(c))
     return pieces.to(torch.float32).add(0.5).mul(2.0**-16).permute(1, 2, 0).reshape(rows, columns)
+
+
+def drawn(pairs: Sequence[tuple[int | None, int | None]]) -> Tensor:
+    """int32 [n, 4] of n pairs (key of noise, key of signs), None of what is not drawn: a row is the signs' bits, the noise's halves
+    and 0. On a device it stands for both keys, which may then change between two replays of a graph."""
+    signs = [0 if key is None else key for _, key in pairs]
+    counters = torch.arange(INNER).repeat(len(signs))
+    k0, k1 = (torch.tensor([key >> shift & MASK for key in signs], dtype=torch.int64).repeat_interleave(INNER) for shift in (0, 32))
+    bits = (philox(counters, k0 | k1 << 32)[0].view(-1, INNER) & 1) << torch.arange(INNER)
+    table = torch.zeros(len(signs), 4, dtype=torch.int32)
+    table[:, 0] = bits.sum(1)
+    table[:, 1:3] = torch.tensor([halves(key or 0) for key, _ in pairs], dtype=torch.int32).view(-1, 2)
+    return table
+
+
+def key_of(noise: int | Tensor) -> int | Tensor:
+    """As philox takes it: of a row of `drawn` int64 []."""
+    return (noise[1].to(torch.int64) & MASK) | noise[2].to(torch.int64) << 32 if isinstance(noise, Tensor) else noise
 
 
 @lru_cache(maxsize=1024)
@@ -203,8 +223,10 @@ def _word(counter: int, key: int) -> int:
     return c0
 
 
-def factors(signs: int, device: torch.device | str = "cpu") -> Tensor:
-    """diag(±1) / 4 of a rotation: float32 [16]."""
+def factors(signs: int | Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """diag(±1) / 4 of a rotation: float32 [16]. signs: a key, or a row of `drawn`."""
+    if isinstance(signs, Tensor):
+        return torch.where((signs[0] >> torch.arange(INNER, device=signs.device)) & 1 == 1, -0.25, 0.25)
     bits = sign_bits(signs)
     return torch.tensor([-0.25 if bits >> i & 1 else 0.25 for i in range(INNER)], device=device)
 

@@ -23,6 +23,12 @@ def fold(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
+def halves(key: int) -> tuple[int, int]:
+    """A 64-bit key as two signed 32-bit numbers, the low one first, whose type does not change with their value."""
+    low, high = ((key >> shift & MASK) - (key >> shift + 31 & 1) * (MASK + 1) for shift in (0, 32))
+    return low, high
+
+
 def philox(counter: Tensor, key: int, high: int = 0) -> Tensor:
     """counter int64 [n] (low 64 of 128 bits; `high` the others), key 64 bits -> int64 [4, n] of 32-bit words."""
     c0, c1 = counter & MASK, (counter >> 32) & MASK

@@ -21,6 +21,14 @@ def nvfp4_inputs(rows: int, columns: int, turned: bool, options: dict[str, Any],
     return {"x": x.t() if turned else x, **options}
 
 
+def drawn_inputs(rows: int, columns: int, turned: bool, device: str, seed: int) -> dict[str, Any]:
+    """As nvfp4_inputs for the backward, keys on the device: what a recorded step reads."""
+    row = torch.empty(4, dtype=torch.int32, device=device)
+    if device != "meta":
+        row.copy_(nvfp4_reference.drawn([(BACK["noise"], BACK["signs"])])[0])
+    return nvfp4_inputs(rows, columns, turned, BACK | {"noise": row, "signs": row}, device, seed)
+
+
 def quantized(rows: int, columns: int, device: str, seed: int) -> nvfp4_reference.Quantized:
     """Normal values to nearest."""
     if device != "meta":
@@ -99,9 +107,13 @@ def nvfp4_entries(model: str, rows: int, columns: int) -> list[Entry]:
 
 
 def nvfp4_beside(model: str, rows: int, columns: int) -> list[Entry]:
-    """What reads codes, the search for a tensor's largest magnitude, and the product over slabs with a square weight."""
+    """What takes keys from the device, what reads codes, the search for a tensor's largest magnitude, and the product over slabs
+    with a square weight."""
     name, packed, plain = f"{model}-{rows}x{columns}", rows * columns * 76 // 128, 2 * rows * columns
     return [
+        *(Entry(f"nvfp4.rounded/{name}-{kind}", nvfp4.rounded, nvfp4_reference.nvfp4_rounded,
+                partial(drawn_inputs, rows, columns, turned), _rounded_launch, 2 * plain + 16, True, 255)
+          for kind, turned in (("drawn", False), ("drawn-transposed", True))),
         Entry(f"nvfp4.dequantize/{name}", nvfp4.dequantize, nvfp4_reference.nvfp4_dequantize,
               lambda *place: {"q": quantized(rows, columns, *place), "dtype": BF16}, _dequantize_launch, packed + plain, True, 255),
         Entry(f"nvfp4.requantize/{name}", nvfp4.requantize, nvfp4_reference.nvfp4_requantize,

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from kernels.float8 import from_code
 from kernels.launch import Kept, Launch
+from kernels.philox import halves
 from kernels.taco_reference import FORMATS, Format, checked, groups_of, nbytes
 from kernels.taco_tile import (
     COARSE,
@@ -155,9 +156,7 @@ def _grid(groups: int, group: int, rows: int, device: torch.device, per: int) ->
 
 
 def _halves(noise: int | None) -> dict[str, int]:
-    """A 64-bit key as two signed 32-bit numbers, whose type does not change with their value."""
-    words = ((noise or 0) & 0xFFFFFFFF, ((noise or 0) >> 32) & 0xFFFFFFFF)
-    return dict(zip(("seed_low", "seed_high"), (word - (1 << 32) if word >> 31 else word for word in words)))
+    return dict(zip(("seed_low", "seed_high"), halves(noise or 0)))
 
 
 def _transform(group: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from suite.options import AXES, Row
 
+RECORDED = ("ab", "loss", "speed")  # what is measured of steps, which a CUDA graph may hold
 ENTRY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")  # package.module:Name, a value from outside the suite
 
 
@@ -144,7 +145,7 @@ class Case(Row):
     measure: Literal["loss", "speed", "codec", "collective", "ab", "block", "quantize"] = "loss"
     implementation: Literal["triaxis", "transformers"] = "triaxis"
     compile: bool | None = None  # none: where the device is a GPU
-    graph: bool = False  # a step's passes are recorded once as a CUDA graph and replayed (suite/recorded.py): for timing
+    graph: bool = False  # a step's passes are recorded once as a CUDA graph and replayed (suite/recorded.py)
     init: str | None = None  # path of a checkpoint to start from (ours or Hugging Face safetensors)
     save: int = Field(0, ge=0)  # steps between checkpoints, from which a cut run goes on; 0: none
     name: str | None = None
@@ -200,12 +201,14 @@ class Case(Row):
             raise ValueError("measure: ab needs steps of at least 2: fewer pairs give no interval")
         if self.measure == "quantize" and self.mesh.ranks > 1:
             raise ValueError("measure: quantize runs on one process")
-        if self.graph and (self.device == "cpu" or self.measure != "ab"):
-            raise ValueError("graph: needs device: cuda and measure: ab")
+        if self.graph and (self.device == "cpu" or self.measure not in RECORDED):
+            raise ValueError(f"graph: needs device: cuda and measure: {' or '.join(RECORDED)}")
         if self.graph and self.link == "gloo":
             raise ValueError("graph: link: gloo passes host memory, which a graph cannot")
         if self.implementation == "transformers" and self.measure not in ("loss", "speed"):
             raise ValueError(f"measure: {self.measure} needs implementation: triaxis")
+        if self.implementation == "transformers" and self.graph:
+            raise ValueError("graph: needs implementation: triaxis")
         if self.implementation == "transformers" and self.mesh.ranks > 1:
             raise ValueError("implementation: transformers runs on one process")
         return self

@@ -11,7 +11,8 @@ The update of the weights stays outside, as its rate is a number of the host. Wh
 while the step was recorded.
 
 What the host draws or decides in a step would be the same at every replay. Codecs and precisions whose passes hold nothing of that
-kind say so (`recordable`); a step with another one is not recorded.
+kind say so (`recordable`); a step with another one is not recorded. FP4 recipes draw keys: these are read from the device, where
+`before` writes them ahead of every replay (suite/precision/draws.py).
 
 Between two replays lies a collective of the library over each group whose ranks read each other's memory (suite/comm/direct.py):
 the sum of the gradients' norm over tp, at the end of the recorded step, and the mean of the loss over dp behind it. So no rank
@@ -20,6 +21,7 @@ writes what a peer still reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakValueDictionary
 
 import torch
@@ -66,11 +68,13 @@ class CudaGraph:
 class Recorded:
     """`passes(inputs)` for tensors of the same shapes at every call, on the device or in pinned memory; others are a ValueError.
     It must leave gradients at `leaves`, which are dropped between calls, and give tensors; both hold until the next replay of any
-    graph of the device."""
+    graph of the device. recording: what lies around the recording; before: called ahead of every replay."""
 
     def __init__(self, passes: Callable[[Sequence[Tensor]], Sequence[Tensor]], leaves: Iterable[Tensor], counter: Counter,
-                 graph: CudaGraph) -> None:
+                 graph: CudaGraph, recording: Callable[[], AbstractContextManager] = nullcontext,
+                 before: Callable[[], object] = lambda: None) -> None:
         self.passes, self.leaves, self.counter, self.graph = passes, list(leaves), counter, graph
+        self.recording, self.before = recording, before
         self.calls = 0
         self.counted = Counter()
         self.inputs: list[Tensor] = []
@@ -83,7 +87,7 @@ class Recorded:
             return self.graph.run(lambda: self.passes(inputs))
         if not self.inputs:
             held = [one.to(self.leaves[0].device, copy=True) for one in inputs]
-            with self.counter.aside() as self.counted:
+            with self.counter.aside() as self.counted, self.recording():
                 self.outputs = self.graph.record(lambda: self.passes(held))
             self.inputs, self.gradients = held, [leaf.grad for leaf in self.leaves]
         for number, (mine, one) in enumerate(zip(self.inputs, inputs, strict=True)):
@@ -91,6 +95,7 @@ class Recorded:
                 raise ValueError(f"recorded step: input {number}: {one.dtype} {tuple(one.shape)}, recorded with {mine.dtype} "
                                  f"{tuple(mine.shape)}")
             mine.copy_(one, non_blocking=True)
+        self.before()
         self.graph.replay()
         self.counter.include(self.counted)
         for leaf, gradient in zip(self.leaves, self.gradients):

@@ -259,12 +259,14 @@ def _speed(case: Case, trainer: Trainer, seconds: list[float], clock: StepClock)
                         n=n))
     executed = layout.executed_flops(tokens, case.data.seq, trainer.vocab) / model if layout else 1.0
     found += flops.utilization(tflops, executed, trainer.device, case.precision.name)
-    peak = None
-    if trainer.device.type == "cuda":
+    peak, why = None, "no GPU"
+    if case.graph:
+        why = "a graph's memory is its own"
+    elif trainer.device.type == "cuda":
         wires = (trainer.assembled.tp, trainer.assembled.dp) if trainer.assembled else ()
         beside = sum(wire.transport.symmetric_bytes for wire in wires)
         peak = (torch.cuda.max_memory_allocated(trainer.device) + beside) / 2**30
-    found.append(Metric("peak_memory", peak, "GiB", reason="no GPU" if peak is None else None))
+    found.append(Metric("peak_memory", peak, "GiB", reason=why if peak is None else None))
     return found
 
 

@@ -6,7 +6,7 @@ a cosine schedule with warm-up. Weights are kept in the precision's `master` dty
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from suite.case import Case, Optim
 from suite.checkpoint import initialise
 from suite.mesh import Mesh
 from suite.optimizer import AdamW
+from suite.precision.draws import Draws
+from suite.precision.recipe import Recipe
 from suite.record import CaseFailed
 from suite.recorded import CudaGraph, Recorded
 from suite.seams import Key
@@ -66,10 +68,10 @@ class Trainer:
         self.micro_batches = case.data.batch // (case.mesh.dp * case.micro)
 
         self.recorded: Recorded | None = None
+        self.phase: Hashable = None
         self.still = False  # steps at rate 0: weights stay what they are
         if case.graph:
             self._recordable()
-            self.recorded = Recorded(self._passes, weights.leaves.values(), self.assembled.counter, CudaGraph(self.device))
 
     def batch(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
         """(ids, targets) [micro, seq] of this replica."""
@@ -92,7 +94,8 @@ class Trainer:
             return total, self._usual_update(lr)
         self.keys = [Key(self.case.seed, step, micro, self.mesh.dp_index) for micro in micros]
         inputs = [t for micro, key in zip(micros, self.keys) for t in (*self.batch(step, micro), self._named(key))]
-        total, norm, factor = (self.recorded or self._passes)(inputs)
+        passes = self._played(step) if self.case.graph else self._passes
+        total, norm, factor = passes(inputs)
         if self.recorded:
             total, norm = total.clone(), norm.clone()  # the next replay writes over them
         total = self._mean(total)
@@ -101,6 +104,24 @@ class Trainer:
         for part in self.parts:
             part.after_step(step, self.model.weights)
         return total, norm
+
+    def _played(self, step: int) -> Callable[[Sequence[Tensor]], Sequence[Tensor | None]]:
+        """The passes of a step as a graph, or as they are where the precision says so. A graph serves the steps of one phase of the
+        precision, in which the host does the same in each: channels are chosen between two phases."""
+        precision = self.model.layout.precision
+        phase = getattr(precision, "phase", lambda step: 0)(step)
+        if phase != self.phase:
+            self.recorded, self.phase = None, phase
+        if phase is None:
+            return self._passes
+        if self.recorded is None:
+            more = {}
+            if isinstance(precision, Recipe):
+                draws = Draws(precision, self.device)
+                more = {"recording": draws.recording, "before": lambda: draws.fill(self.keys)}
+            self.recorded = Recorded(self._passes, self.model.weights.leaves.values(), self.assembled.counter,
+                                     CudaGraph(self.device), **more)
+        return self.recorded
 
     def _passes(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         """(loss, gradient norm, clipping factor), the gradients at the leaves. inputs: ids, targets, name of each micro-batch."""

@@ -74,6 +74,10 @@ def check(device: str, dtype: torch.dtype, rows: int, columns: int, options: dic
     want = nvfp4_reference.nvfp4_quantize(x, **options)
     same(nvfp4.quantize(x, **options), want)
     same(nvfp4.quantize(x.t().contiguous().t(), **options), want)
+    drawn = [name for name in ("noise", "signs") if name in options]
+    row = nvfp4_reference.drawn([(None, 1), (options.get("noise"), options.get("signs"))]).to(device)[1]
+    for one in (nvfp4.quantize, nvfp4_reference.nvfp4_quantize):
+        same(one(x, **options | dict.fromkeys(drawn, row)), want)  # keys that lie on the device
     for kind in dict.fromkeys((torch.float32, dtype)):
         for source in (x, x.t().contiguous().t()):
             got, known = nvfp4.rounded(source, **options, dtype=kind), want.dequantize(kind)

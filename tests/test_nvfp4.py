@@ -9,8 +9,9 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from kernels import reference
+from kernels import nvfp4_reference, reference
 from kernels.nvfp4_reference import GRID, MARGIN, e2m1, pack, rotate, swizzle, uniform, unpack, unswizzle
+from kernels.philox import halves
 
 GOLDEN = json.loads((Path(__file__).parent / "nvfp4_rtn.json").read_text())
 quantize = reference.nvfp4_quantize
@@ -135,6 +136,18 @@ def test_a_shard_draws_what_the_whole_draws():
     assert torch.equal(whole.codes[32:], below.codes) and torch.equal(whole.outer[32:], below.outer)
     assert torch.equal(whole.codes[:, 128:], right.codes) and torch.equal(whole.inner[:, 16:].float(), right.inner.float())
     assert not torch.equal(whole.codes, quantize(x, "stochastic", MARGIN, noise=6, signs=9).codes)
+
+
+def test_keys_on_a_device_are_the_numbers():
+    keys = [0, 1, 2**31, 2**32 - 1, 2**63, 0x8123456789ABCDEF, 2**64 - 1]
+    table = nvfp4_reference.drawn([(key, other) for key, other in zip(keys, reversed(keys))])
+    assert table.dtype == torch.int32 and table.shape == (len(keys), 4) and not table[:, 3].any()
+    for row, noise, signs in zip(table, keys, reversed(keys)):
+        assert row[0].item() == nvfp4_reference.sign_bits(signs) and row[1:3].tolist() == list(halves(noise))
+        assert nvfp4_reference.key_of(row).item() % 2**64 == noise == nvfp4_reference.key_of(noise)
+        assert torch.equal(nvfp4_reference.factors(row), nvfp4_reference.factors(signs))
+    assert nvfp4_reference.drawn([(None, None)]).tolist() == nvfp4_reference.drawn([(0, 0)]).tolist()
+    assert nvfp4_reference.drawn([]).shape == (0, 4)
 
 
 def test_the_rotation_is_orthogonal_and_shared():

@@ -1,13 +1,18 @@
 """A recorded step: inputs copied, gradients given back, messages counted at every replay; on a GPU the same losses as eager."""
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 
+from kernels.nvfp4_reference import drawn
 from suite.case import Case
 from suite.comm.counter import Counter
 from suite.mesh import Mesh
+from suite.precision.draws import Draw, Draws
+from suite.precision.recipe import Recipe
 from suite.record import CaseFailed
 from suite.recorded import EAGER, Recorded
-from suite.seams import make
+from suite.seams import Key, make
 from suite.trainer import Trainer
 
 ROW = {"group": "tp", "way": "forward", "op": "all_reduce", "codec": "bf16", "dtype": "bfloat16", "purpose": "activations",
@@ -16,40 +21,47 @@ ROW = {"group": "tp", "way": "forward", "op": "all_reduce", "codec": "bf16", "dt
 
 class Played:
     """A graph on the CPU. What is recorded runs again at a replay, on the tensors that it was recorded with and into those that it
-    gave; as a graph's, its gradient lies where it lay, and nothing is counted."""
+    gave; as a graph's, its gradients lie where they lay, and nothing is counted. around: what the host holds while it records, and
+    a replay with it."""
 
-    def __init__(self):
-        self.leaf, self.counter = torch.tensor([2.0], requires_grad=True), Counter()
+    def __init__(self, leaves, counter, around=nullcontext):
+        self.leaves, self.counter, self.around, self.replays = list(leaves), counter, around, 0
 
     def run(self, function):
         return function()
 
     def record(self, function):
         self.function, self.found = function, function()
-        self.gradient = self.leaf.grad
+        self.gradients = [leaf.grad for leaf in self.leaves]
         return self.found
 
     def replay(self):
-        self.leaf.grad = None
-        with self.counter.aside():
+        self.replays += 1
+        for leaf in self.leaves:
+            leaf.grad = None
+        with self.counter.aside(), self.around():
             for kept, new in zip(self.found, self.function()):
-                kept.copy_(new)
-        self.gradient.copy_(self.leaf.grad)
-        self.leaf.grad = None
+                if kept is not None:
+                    kept.copy_(new)
+        for leaf, gradient in zip(self.leaves, self.gradients):
+            if gradient is not None:
+                gradient.copy_(leaf.grad)
+            leaf.grad = None
 
 
 def played():
     """A recorded step of one weight, its gradient that of Σ (w x)², and a message in each."""
-    graph = Played()
+    leaf = torch.tensor([2.0], requires_grad=True)
+    graph = Played([leaf], Counter())
 
     def passes(inputs):
-        loss = (graph.leaf * inputs[0]).square().sum()
+        loss = (leaf * inputs[0]).square().sum()
         loss.backward()
         graph.counter.add(**ROW)
         graph.counter.message("all_reduce", 6, 2)
         return (loss.detach(),)
 
-    return Recorded(passes, [graph.leaf], graph.counter, graph), graph.leaf, graph.counter
+    return Recorded(passes, [leaf], graph.counter, graph), leaf, graph.counter
 
 
 def test_a_replay_takes_new_inputs_gives_gradients_and_counts():
@@ -92,29 +104,94 @@ def test_an_input_of_another_shape_and_a_failed_recording_leave_no_graph():
 @pytest.mark.parametrize("axis,value,can", [
     ("comm", "bf16", True), ("comm", "taco", True), ("comm", "int8-hadamard", True), ("comm", "tahquant", True),
     ("comm", {"name": "taco", "rounding": "stochastic"}, False),
-    ("precision", "bf16", True), ("precision", "fp8", True), ("precision", "nvfp4", False), ("precision", "tetrajet", False),
-    ("precision", {"name": "tetrajet", "rounding": "nearest", "out": 0, "osci": 0}, False),  # its signs are drawn
-    ("precision", {"name": "nvfp4", "rounding": "nearest"}, True),
+    ("precision", "bf16", True), ("precision", "fp8", True), ("precision", "nvfp4", True), ("precision", "tetrajet", True),
 ], ids=str)
-def test_what_draws_on_the_host_is_not_recorded(axis, value, can):
+def test_codecs_that_draw_on_the_host_are_not_recorded(axis, value, can):
     case = Case(model="gpt-tiny", mesh={"tp": 2}, **{axis: value})
     choice = case.comm.tp.forward if axis == "comm" else case.precision
     assert make(axis, choice).recordable == can
 
 
-def test_a_trainer_refuses_what_it_cannot_record():
+def test_a_trainer_refuses_what_it_cannot_record(monkeypatch):
     case = Case(model="gpt-tiny", precision="nvfp4", data={"seq": 16, "batch": 1}).model_copy(update={"graph": True})
+    monkeypatch.setattr(Recipe, "recordable", False)
     with pytest.raises(CaseFailed, match="graph: nvfp4: what it draws or decides on the host would be the same at every replay"):
         Trainer(case, Mesh())
+
+
+# channels are chosen behind step 5; weights reset behind step 12
+SCHEDULE = {"out_start": 4, "out_steps": 2, "osci_start": 8, "osci_period": 8, "osci_window": 4}
+RUN = {"model": "gpt-tiny", "measure": "loss", "steps": 18, "optim": {"lr": 3e-3}, "data": {"seq": 32, "batch": 4, "micro": 2}}
+
+
+def curve(row, monkeypatch, graph=True):
+    """(losses and norms of a run as a graph that is played on the CPU, or as it is; how many graphs; how many replays)."""
+    made = []
+
+    def play(device):
+        recipe = trainer.model.layout.precision
+
+        @contextmanager
+        def around():
+            """A replay's host: it names no step, and holds the rows that were recorded."""
+            keys, trainer.keys = trainer.keys, [Key(0, 0, micro, 0) for micro in range(trainer.micro_batches)]
+            recipe.draws = getattr(trainer.recorded.recording, "__self__", None)
+            yield
+            recipe.draws, trainer.keys = None, keys
+
+        made.append(Played(trainer.model.weights.leaves.values(), trainer.assembled.counter, around))
+        return made[-1]
+
+    monkeypatch.setattr("suite.trainer.CudaGraph", play)
+    trainer = Trainer(Case.model_validate(RUN | row).model_copy(update={"graph": graph}), Mesh())
+    found = [[float(value) for value in trainer.step(step)] for step in range(RUN["steps"])]
+    return found, len(made), sum(one.replays for one in made), trainer
+
+
+@pytest.mark.parametrize("precision,graphs,eager", [
+    ("bf16", 1, 3), ({"name": "tetrajet", "out": 0, "osci": 0}, 1, 3 + 1), ("nvfp4", 1, 3 + 1), ("mxfp4", 1, 3 + 1),
+    ({"name": "tetrajet"} | SCHEDULE, 2, 3 + 2 + 3 + 1),
+], ids=str)
+def test_recorded_steps_draw_and_choose_as_the_steps_do(precision, graphs, eager, monkeypatch):
+    """Bit for bit; the last step of a quantised run is looked at by its probe and not recorded."""
+    want, *_ = curve({"precision": precision}, monkeypatch, graph=False)
+    found, count, replays, trainer = curve({"precision": precision}, monkeypatch)
+    assert found == want and (count, replays) == (graphs, RUN["steps"] - eager)
+    assert all(part.metrics() for part in trainer.parts)
+
+
+def test_a_replay_that_drew_the_recorded_step_again_would_show(monkeypatch):
+    precision = {"name": "tetrajet", "out": 0, "osci": 0}
+    want, *_ = curve({"precision": precision}, monkeypatch, graph=False)
+    fill, filled = Draws.fill, []
+    monkeypatch.setattr(Draws, "fill", lambda self, keys: filled.append(fill(self, keys) if not filled else None))
+    found, *_ = curve({"precision": precision}, monkeypatch)
+    assert found[:4] == want[:4] and found[5:] != want[5:] and len(filled) > 5
+
+
+def test_a_recompute_draws_the_same_row_and_too_many_rows_are_refused(monkeypatch):
+    recipe = make("precision", Case(model="gpt-tiny", precision="tetrajet").precision)
+    draws = Draws(recipe, torch.device("cpu"))
+    one, other = (Draw(layer, "up", 3, "dx", False) for layer in (0, 1))
+    with draws.recording():
+        assert recipe.draws is draws
+        rows = [draws.row(*place).data_ptr() for place in ((0, one), (0, other), (1, one), (0, one))]
+        assert rows[0] == rows[3] and len(set(rows)) == 3 and all(row % 16 == rows[0] % 16 for row in rows)
+        draws.fill([Key(1, 2, 0, 0), Key(1, 2, 1, 0)])
+        assert torch.equal(draws.table[2:3], drawn([one.keys((1, 2, 1, 0))]))
+        monkeypatch.setattr("suite.precision.draws.ROWS", 3)
+        with pytest.raises(CaseFailed, match="graph: tetrajet: a step draws more than 3 times"):
+            draws.row(2, one)
+    assert recipe.draws is None
 
 
 GRAPHED = {"model": "gpt-tiny", "device": "cuda", "graph": True, "measure": "ab", "mesh": {"tp": 2}, "comm": "taco"}
 
 
 @pytest.mark.parametrize("change,line", [
-    ({"device": "cpu"}, "graph: needs device: cuda and measure: ab"),
-    ({"measure": "loss"}, "graph: needs device: cuda and measure: ab"),
-    ({"measure": "speed"}, "graph: needs device: cuda and measure: ab"),
+    ({"device": "cpu"}, "graph: needs device: cuda and measure: ab or loss or speed"),
+    ({"measure": "collective"}, "graph: needs device: cuda and measure: ab or loss or speed"),
+    ({"implementation": "transformers", "measure": "loss", "mesh": {}, "comm": "bf16"}, "graph: needs implementation: triaxis"),
     ({"link": "gloo"}, "graph: link: gloo passes host memory"),
 ])
 def test_a_step_that_cannot_be_recorded_is_refused(change, line):
@@ -124,7 +201,7 @@ def test_a_step_that_cannot_be_recorded_is_refused(change, line):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4", "mxfp4", {"name": "tetrajet", "out": 0, "osci": 0}], ids=str)
 def test_replayed_steps_are_the_eager_ones(precision):
     """Losses and norms of eight steps, five of them replayed, of two models in turn, whose graphs share their memory."""
     rows = [{"model": model, "device": "cuda", "measure": "speed", "precision": precision, "steps": 8,

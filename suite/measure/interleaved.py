@@ -49,8 +49,7 @@ MB = 1e6
 def default_of(case: Case) -> Case:
     """What the case is compared with, a timed one."""
     other = {"comm": {}} if _codec(case) else {"layout": {"name": case.layout.name}}
-    made = Case.model_validate(case.row() | other | {"measure": "speed", "graph": False, "name": None})
-    return made.model_copy(update={"graph": case.graph})  # which a row of its own could not say
+    return Case.model_validate(case.row() | other | {"measure": "speed", "name": None})
 
 
 def _codec(case: Case) -> bool:

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kernels.philox import fold
+from kernels.nvfp4_reference import Number
 from suite.comm.wire import Wire, wire_of
 from suite.opaque import opaque
+from suite.precision.draws import Draw
 from suite.precision.level import product
 from suite.precision.operand import MXFP8, Given, Operand, Place, quantise
 from suite.seams import Site
@@ -69,12 +70,14 @@ class Call:
         key = self.wire.key
         return [key.seed, key.step, key.micro, key.dp] if self.noise.is_cuda else self.noise.tolist()
 
-    def key(self, number: int | str) -> int:
-        """Of an operand's noise or of a rotation's signs."""
-        return fold(*self.drawn, self.layer, self.name, number)
-
-    def signs(self, way: str) -> int:
-        return fold("signs") if self.recipe.fixed else self.key(f"signs {way}")
+    def keys(self, number: int | None, way: str | None) -> tuple[Number, Number]:
+        """(of an operand's noise, of the signs of a rotation), None of what is not drawn; where a step is recorded, the row of
+        the device that holds both, for either."""
+        found = Draw(self.layer, self.name, number, way, self.recipe.fixed)
+        if self.recipe.draws is None:
+            return found.keys(self.drawn)
+        row = self.recipe.draws.row(self.wire.key.micro, found)
+        return (None if number is None else row), (None if way is None else row)
 
     def outputs(self) -> list[tuple[int, int, int]]:
         """Rows of the weight: (first here, how many, first in the unsharded tensor)."""
@@ -102,8 +105,8 @@ class Call:
         """Operand `number` of the recipe: x [r, k] quantised along k."""
         operand = operand or self.recipe.six[number]
         which = {4: 3, 6: 5}.get(number, number) if self.recipe.shared else number
-        way = self.signs("dx" if number in (3, 4) else "dw") if operand.hadamard else None
-        key = self.key(which) if operand.rounding == "stochastic" else None
+        key, way = self.keys(which if operand.rounding == "stochastic" else None,
+                             ("dx" if number in (3, 4) else "dw") if operand.hadamard else None)
         watchers = [one for one in self.recipe.watchers if getattr(one, "at", None) in (None, self.wire.key.step)]
         given = quantise(x, operand, self.recipe.kept, key=key, signs=way, place=Place(rows, columns), most=self.most,
                          whole=bool(watchers), by=self.recipe.quantiser, packed=self.recipe.level == "native")
@@ -165,8 +168,7 @@ def _backward(dy: Tensor, x: Tensor, w: Tensor, noise: Tensor, retained: Tensor 
     a = call.give(5, dy.t(), call.outputs(), call.tokens(t), MXFP8)
     b = call.give(6, x[:, :k].t(), call.inputs(k), call.tokens(t), MXFP8)
     dw = torch.cat([call.product(a, b, dy.dtype), dw], 1)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(d_in, device=order.device)
+    place = torch.argsort(order)
     return dx[:, place], dw[:, place]
 
 

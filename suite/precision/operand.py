@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.nvfp4_reference import Quantized, factors, rotate
+from kernels.nvfp4_reference import Number, Quantized, factors, key_of, rotate
 from suite.precision import blocks
 from suite.precision.blocks import Segment
 
@@ -111,12 +111,12 @@ def nearness(weight: Tensor, code: Tensor, scale: Tensor) -> Tensor:
     return (1 - torch.minimum(up, down)).clamp(0, 1)
 
 
-def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: int | None = None, signs: int | None = None,
+def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: Number = None, signs: Number = None,
              place: Place | None = None, most: Callable[[Tensor], Tensor] = lambda amax: amax, whole: bool = True,
              by: str = "kernels", packed: bool = True) -> Given:
-    """x [r, k] of any strides and float dtype. key: of its noise, for stochastic rounding; signs: of its rotation; most: see
-    blocks.nvfp4. whole: also codes, scales and what was rounded, which only some ask for. by: see QUANTISERS. packed: of kernels
-    in float32, as codes; else as codes times inner scales."""
+    """x [r, k] of any strides and float dtype. key: of its noise, for stochastic rounding; signs: of its rotation; either may be a
+    row of kernels.nvfp4_reference.drawn, on x's device; most: see blocks.nvfp4. whole: also codes, scales and what was rounded,
+    which only some ask for. by: see QUANTISERS. packed: of kernels in float32, as codes; else as codes times inner scales."""
     if operand.format == "none":
         return Given(x.to(kept))
     if operand.format in ROWS:
@@ -131,7 +131,7 @@ def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: int | None 
     padded = k + -k % BLOCK[operand.format]
     x = F.pad(x.to(torch.float32), (0, padded - x.shape[1])).contiguous()
     if operand.hadamard:
-        x = rotate(x, signs)
+        x = rotate(x, factors(signs, x.device))
     on = _on if by != "eager" else lambda device, function, *arguments: function(*arguments)
     u = None if key is None else on(x.device, blocks.uniform, _key(key), place.rows, place.columns, padded, x.device)
     if operand.format == "nvfp4":
@@ -154,7 +154,7 @@ def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: int | None 
     return given
 
 
-def in_one(x: Tensor, operand: Operand, kept: torch.dtype, key: int | None, signs: int | None, place: Place | None) -> Tensor:
+def in_one(x: Tensor, operand: Operand, kept: torch.dtype, key: Number, signs: Number, place: Place | None) -> Tensor:
     """Values [r, k] by one compiled function, from the cast to the dequantised result."""
     k = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
     turn = factors(signs, x.device) if operand.hadamard else None
@@ -162,7 +162,7 @@ def in_one(x: Tensor, operand: Operand, kept: torch.dtype, key: int | None, sign
     return _on(x.device, blocks.dequantised, x, turn, *where, k, operand.margin, operand.block, kept)
 
 
-def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: int | None, signs: int | None, place: Place | None,
+def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: Number, signs: Number, place: Place | None,
           most: Callable[[Tensor], Tensor], packed: bool = True, by: Any = None) -> Given:
     """The same by the kernels of NVFP4, bit for bit: one pass over memory, one call a rectangle that lies in one piece in the
     unsharded tensor. In float32 alone is made what the products of that level read. by: kernels, or their references."""
@@ -197,13 +197,13 @@ def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: int | None, signs
     return Given(None, packed=Quantized(codes, inner, outer, width))
 
 
-def options(operand: Operand, key: int | None, signs: int | None) -> dict[str, Any]:
+def options(operand: Operand, key: Number, signs: Number) -> dict[str, Any]:
     """What the kernels of NVFP4 are asked for."""
     return {"rounding": operand.rounding, "margin": 16.0 / 17.0 if operand.margin else 1.0, "outer": operand.outer,
             "block": operand.block, "noise": key, "signs": signs}
 
 
-def in_pieces(place: Place | None, key: int | None) -> bool:
+def in_pieces(place: Place | None, key: Number) -> bool:
     """Whether each piece of the columns is whole blocks, so that pieces can be quantised apart."""
     if key is None:
         return True
@@ -215,8 +215,10 @@ def _joined(tensors: list[Tensor], dim: int) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
-def _key(number: int) -> Tensor:
+def _key(number: int | Tensor) -> Tensor:
     """64 bits as int64 []: an argument of compiled code, so that a new step compiles nothing."""
+    if isinstance(number, Tensor):
+        return key_of(number)
     return torch.tensor(number - (1 << 64) if number >> 63 else number)
 
 

@@ -93,6 +93,10 @@ class OutControl:
     def chosen(self) -> bool:
         return self.chosen_at is not None
 
+    def phase(self, step: int) -> int | None:
+        """See Recipe.phase: all channels alike, scored, and apart."""
+        return 1 if self.chosen else 0 if step < self.first else None
+
     def input(self, call: Any, x: Tensor) -> None:
         """Scores the input of one product, once a micro-batch however often its forward runs."""
         key = call.wire.key

@@ -36,6 +36,10 @@ class Probe:
             self.at = case.steps - 1
             self.recipe.watchers.append(self)
 
+    def phase(self, step: int) -> int | None:
+        """See Recipe.phase: it looks at one step."""
+        return None if step == self.at else 0
+
     def operand(self, call: Any, number: int, operand: Any, x: Tensor, given: Any) -> None:
         if operand != self.recipe.six[number]:
             return

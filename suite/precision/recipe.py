@@ -13,7 +13,7 @@ forward), or the tensors before Q1 and Q2. Two operands that are rotated share t
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from suite.precision.draws import Draws
 from suite.precision.level import real, refuse
 from suite.precision.linear import Linear, group_max
 from suite.precision.operand import QUANTISERS, Operand, quantise
@@ -71,15 +72,16 @@ class Recipe:
         self.listeners: list[Any] = []  # input(call, x): sees the inputs of training forwards
         # operand(call, number, operand, x, given): sees what every quantiser gave, in step `at` or always
         self.watchers: list[Any] = []
+        self.draws: Draws | None = None  # while a step is recorded
         self.id = next(i for i in range(len(_recipes) + 1) if i not in _recipes)
         _recipes[self.id] = self
 
-    @property
-    def recordable(self) -> bool:
-        """See suite.recorded: it is not where noise or signs are drawn, nor where a listener decides by the step."""
-        six = [self.six[number] for number in range(1, 7)]
-        drawn = any(one.rounding == "stochastic" or (one.hadamard and not self.fixed) for one in six)
-        return not drawn and not self.listeners
+    recordable = True  # what it draws, replays read from `draws`
+
+    def phase(self, step: int) -> Hashable:
+        """See suite.trainer: what those who look at the operands make of the passes of a step; None where they must run."""
+        found = tuple(one.phase(step) for one in (*self.listeners, *self.watchers))
+        return None if None in found else found
 
     def matmul(self, x: Tensor, w: Tensor, site: Site, noise: Tensor, product: Product, p: Mapping[str, Tensor]) -> Tensor:
         """x [T, d_in], w [d_out, d_in] -> [T, d_out]. `p` may hold the product's channels as OutControl left them:
