@@ -68,13 +68,14 @@ class CudaGraph:
 class Recorded:
     """`passes(inputs)` for tensors of the same shapes at every call, on the device or in pinned memory; others are a ValueError.
     It must leave gradients at `leaves`, which are dropped between calls, and give tensors; both hold until the next replay of any
-    graph of the device. recording: what lies around the recording; before: called ahead of every replay."""
+    graph of the device. around: what lies around the passes that the host issues, given whether they
+    run or are recorded; before: called ahead of every replay."""
 
     def __init__(self, passes: Callable[[Sequence[Tensor]], Sequence[Tensor]], leaves: Iterable[Tensor], counter: Counter,
-                 graph: CudaGraph, recording: Callable[[], AbstractContextManager] = nullcontext,
+                 graph: CudaGraph, around: Callable[[bool], AbstractContextManager] = nullcontext,
                  before: Callable[[], object] = lambda: None) -> None:
         self.passes, self.leaves, self.counter, self.graph = passes, list(leaves), counter, graph
-        self.recording, self.before = recording, before
+        self.around, self.before = around, before
         self.calls = 0
         self.counted = Counter()
         self.inputs: list[Tensor] = []
@@ -84,10 +85,11 @@ class Recorded:
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         self.calls += 1
         if self.calls <= EAGER:
-            return self.graph.run(lambda: self.passes(inputs))
+            with self.around(True):
+                return self.graph.run(lambda: self.passes(inputs))
         if not self.inputs:
             held = [one.to(self.leaves[0].device, copy=True) for one in inputs]
-            with self.counter.aside() as self.counted, self.recording():
+            with self.counter.aside() as self.counted, self.around(False):
                 self.outputs = self.graph.record(lambda: self.passes(held))
             self.inputs, self.gradients = held, [leaf.grad for leaf in self.leaves]
         for number, (mine, one) in enumerate(zip(self.inputs, inputs, strict=True)):

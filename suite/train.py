@@ -106,7 +106,7 @@ def _synchronise(mesh: Mesh) -> None:
 def _numerics(case: Case) -> Iterator[set[str]]:
     """Loss runs repeat bit for bit, timed runs take the fastest algorithm; sums of bfloat16 products stay in float32 in both.
     Gives the operations that have no deterministic form and ran all the same."""
-    matmul = torch.backends.cuda.matmul
+    matmul, filled = torch.backends.cuda.matmul, torch.utils.deterministic.fill_uninitialized_memory
     before, warned = matmul.allow_bf16_reduced_precision_reduction, set()
     ordinary = warnings.showwarning
 
@@ -118,12 +118,14 @@ def _numerics(case: Case) -> Iterator[set[str]]:
 
     torch.use_deterministic_algorithms(case.measure in ("loss", "codec"), warn_only=True)
     matmul.allow_bf16_reduced_precision_reduction = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # what reads memory that nobody wrote would not repeat: no cover
     warnings.showwarning = show
     try:
         yield warned
     finally:
         warnings.showwarning = ordinary
         matmul.allow_bf16_reduced_precision_reduction = before
+        torch.utils.deterministic.fill_uninitialized_memory = filled
         torch.use_deterministic_algorithms(False)
 
 

@@ -118,7 +118,7 @@ class Trainer:
             more = {}
             if isinstance(precision, Recipe):
                 draws = Draws(precision, self.device)
-                more = {"recording": draws.recording, "before": lambda: draws.fill(self.keys)}
+                more = {"around": lambda runs: draws.read(self.keys if runs else None), "before": lambda: draws.fill(self.keys)}
             self.recorded = Recorded(self._passes, self.model.weights.leaves.values(), self.assembled.counter,
                                      CudaGraph(self.device), **more)
         return self.recorded

@@ -13,6 +13,7 @@ from suite.precision.recipe import Recipe
 from suite.record import CaseFailed
 from suite.recorded import EAGER, Recorded
 from suite.seams import Key, make
+from suite.train import execute
 from suite.trainer import Trainer
 
 ROW = {"group": "tp", "way": "forward", "op": "all_reduce", "codec": "bf16", "dtype": "bfloat16", "purpose": "activations",
@@ -129,15 +130,13 @@ def curve(row, monkeypatch, graph=True):
     made = []
 
     def play(device):
-        recipe = trainer.model.layout.precision
-
         @contextmanager
         def around():
             """A replay's host: it names no step, and holds the rows that were recorded."""
             keys, trainer.keys = trainer.keys, [Key(0, 0, micro, 0) for micro in range(trainer.micro_batches)]
-            recipe.draws = getattr(trainer.recorded.recording, "__self__", None)
-            yield
-            recipe.draws, trainer.keys = None, keys
+            with trainer.recorded.around(False):
+                yield
+            trainer.keys = keys
 
         made.append(Played(trainer.model.weights.leaves.values(), trainer.assembled.counter, around))
         return made[-1]
@@ -173,7 +172,7 @@ def test_a_recompute_draws_the_same_row_and_too_many_rows_are_refused(monkeypatc
     recipe = make("precision", Case(model="gpt-tiny", precision="tetrajet").precision)
     draws = Draws(recipe, torch.device("cpu"))
     one, other = (Draw(layer, "up", 3, "dx", False) for layer in (0, 1))
-    with draws.recording():
+    with draws.read():
         assert recipe.draws is draws
         rows = [draws.row(*place).data_ptr() for place in ((0, one), (0, other), (1, one), (0, one))]
         assert rows[0] == rows[3] and len(set(rows)) == 3 and all(row % 16 == rows[0] % 16 for row in rows)
@@ -183,6 +182,8 @@ def test_a_recompute_draws_the_same_row_and_too_many_rows_are_refused(monkeypatc
         with pytest.raises(CaseFailed, match="graph: tetrajet: a step draws more than 3 times"):
             draws.row(2, one)
     assert recipe.draws is None
+    with draws.read([Key(1, 3, 0, 0)]):
+        assert torch.equal(draws.row(0, one)[None], drawn([one.keys((1, 3, 0, 0))])), "written as it comes, where a step runs"
 
 
 GRAPHED = {"model": "gpt-tiny", "device": "cuda", "graph": True, "measure": "ab", "mesh": {"tp": 2}, "comm": "taco"}
@@ -213,3 +214,16 @@ def test_replayed_steps_are_the_eager_ones(precision):
         found.append([[float(value) for value in one.step(step)] for step in range(8) for one in trainers])
     # sums of embedding gradients come in any order
     assert found[1] == [pytest.approx(row, rel=1e-3) for row in found[0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4", {"name": "tetrajet"} | SCHEDULE], ids=str)
+def test_a_recorded_run_has_the_losses_of_the_run(precision, tmp_path):
+    """Bit for bit, through both phases of the channels and a reset of weights."""
+    row = RUN | {"device": "cuda", "precision": precision, "data": {"text": "random", "seq": 128, "batch": 8, "micro": 4}}
+    found = []
+    for graph in (False, True):
+        case = Case.model_validate(row | {"graph": graph})
+        outcome = execute(case, Mesh.from_env(device="cuda"), progress=lambda *_: None, folder=tmp_path)
+        found.append([(one["loss"], one["grad_norm"]) for one in outcome.losses])
+    assert len(found[0]) == RUN["steps"] and found[0] == found[1]
