@@ -145,7 +145,7 @@ def test_a_trial_counts_what_the_runs_say(tmp_path, monkeypatch):
     (tmp_path / "kernels/registry.py").write_text("ENTRIES = []\n")
     seen = []
 
-    def rounds(base, head, device, only, times):
+    def rounds(base, head, device, only, times, kept):
         slowed = (head / "kernels/slower.py").exists()
         text = (head / "kernels/registry.py").read_text()
         seen.append((base.name != head.name, slowed, text.count("slower(ENTRIES, 'a', 0.15)")))

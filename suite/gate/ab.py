@@ -167,15 +167,17 @@ def timed(base: Path, head: Path, device: str, only: Sequence[str] = (), largest
 
 
 def rounds(base: Path, head: Path, device: str, only: Sequence[str] = (), largest: int = LARGEST,
-           tolerances: Mapping[str, float] | None = None, times: int = 1) -> Iterator[list[Finding]]:
-    """The findings of `timed`, so many times in the same two processes; alarms are confirmed in new ones."""
+           tolerances: Mapping[str, float] | None = None, times: int = 1, kept: Path | None = None) -> Iterator[list[Finding]]:
+    """The findings of `timed`, so many times in the same two processes; alarms are confirmed in new ones. kept: a folder for what
+    is compiled, for several calls over the same kernels; else it goes away at the end."""
     def tolerance(name: str) -> float:
         return (tolerances or {}).get(name, TOLERANCE["cpu" if name.startswith(WHOLE) else device])
 
-    with tempfile.TemporaryDirectory(prefix="triaxis-gate-") as caches, contextlib.ExitStack() as stack:
-        if device == "cuda":
-            compiled(base, head, device, only, largest, Path(caches), min(HELPERS, len(os.sched_getaffinity(0)) // 4))
-        workers = stack.enter_context(pair_of(base, head, device, largest, Path(caches)))
+    with contextlib.ExitStack() as around, contextlib.ExitStack() as stack:
+        caches = kept or Path(around.enter_context(tempfile.TemporaryDirectory(prefix="triaxis-gate-")))
+        if device == "cuda" and not (caches / "head").exists():
+            compiled(base, head, device, only, largest, caches, min(HELPERS, len(os.sched_getaffinity(0)) // 4))
+        workers = stack.enter_context(pair_of(base, head, device, largest, caches))
         old, new = (chosen(worker.read()["kernels"], only) for worker in workers)
         if not old:
             raise ValueError(f"the base has no kernel to time{' named ' * bool(only)}{' or '.join(only)}")
@@ -191,7 +193,7 @@ def rounds(base: Path, head: Path, device: str, only: Sequence[str] = (), larges
             if turn == times - 1:
                 stack.close()
             if alarms:
-                with pair_of(base, head, device, largest, Path(caches)) as others:
+                with pair_of(base, head, device, largest, caches) as others:
                     for worker in others:
                         worker.read()
                     for name in alarms:

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,14 @@ def trial(tree: Path, device: str, shares: Sequence[float], slow: str, runs: int
     """Rows in the order of the runs, each told as it ends. Raises ValueError where `slow` is not among what is timed.
 
     facts: the first four of HEADER."""
-    rows = []
-    for share in shares:
-        for first in range(0, runs, TOGETHER[device]):
+    rows, together = [], TOGETHER[device]
+    with ExitStack() as outer:
+        kept = _folder(outer)
+        for share, first in product(shares, range(0, runs, together)):
             with ExitStack() as stack:
-                base, head = (Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="triaxis-gate-"))) for _ in range(2))
-                copy_of(tree, base)
-                copy_of(tree, head, slow if share else "", share)
-                begun = time.monotonic()
-                times = min(TOGETHER[device], runs - first)
-                for run, findings in enumerate(rounds(base, head, device, only, times=times), first):
+                base, head = copy_of(tree, _folder(stack)), copy_of(tree, _folder(stack), slow if share else "", share)
+                begun, times = time.monotonic(), min(together, runs - first)
+                for run, findings in enumerate(rounds(base, head, device, only, times=times, kept=kept), first):
                     if share and slow not in {one.kernel for one in findings}:
                         raise ValueError(f"{slow}: not among the {len(findings)} that are timed")
                     seconds, begun = time.monotonic() - begun, time.monotonic()
@@ -79,6 +78,10 @@ def trial(tree: Path, device: str, shares: Sequence[float], slow: str, runs: int
                                  **_row(findings, head), "seconds": round(seconds, 1)})
                     told(rows[-1])
     return rows
+
+
+def _folder(stack: ExitStack) -> Path:
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="triaxis-gate-")))
 
 
 def _row(findings: Sequence[Finding], head: Path) -> dict[str, Any]:
