@@ -172,6 +172,7 @@ def _forget() -> None:
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     if torch.cuda.is_available():
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # one a stream, which no cache gives back
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 

@@ -33,6 +33,7 @@ EAGER = 3
 
 
 _alive: WeakValueDictionary[torch.device, CudaGraph] = WeakValueDictionary()
+_streams: dict[torch.device, torch.cuda.Stream] = {}  # one a device: cuBLAS keeps a workspace for every stream it ever saw
 
 
 class CudaGraph:
@@ -43,8 +44,10 @@ class CudaGraph:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.graph = device, torch.cuda.CUDAGraph()
-        self.owner = other = _alive.get(device)  # kept: the memory is given back with the last graph that records into it
-        self.stream = other.stream if other else torch.cuda.Stream(device)
+        other = _alive.get(device)
+        # kept: the memory is given back with the last graph that records into it. The first one, so that those between can go
+        self.owner = other and (other.owner or other)
+        self.stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))
         self.pool = other.pool if other else torch.cuda.graph_pool_handle()
         _alive[device] = self
 

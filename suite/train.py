@@ -31,6 +31,7 @@ from suite.measure.profile import communication_share
 from suite.measure.study import study
 from suite.mesh import Mesh
 from suite.record import CaseFailed, Metric, Traffic
+from suite.recorded import EAGER
 from suite.trainer import Trainer, rate
 
 WARMUP = {"cpu": 2, "cuda": 6}
@@ -206,6 +207,7 @@ def _speed_run(case: Case, trainer: Trainer, outcome: Outcome, progress: Callabl
     mesh, device = trainer.mesh, trainer.device
     tokens = case.data.batch * case.data.seq
     warm = 1 if case.steps <= 3 else WARMUP[device.type]  # so few steps are of a slow link, where one compiles all
+    warm = max(warm, EAGER + 1) if case.graph else warm
     curve = _Curve(case, mesh, outcome, progress, warm + case.steps, tokens)
     began = time.perf_counter()
     for step in range(warm):
@@ -214,6 +216,8 @@ def _speed_run(case: Case, trainer: Trainer, outcome: Outcome, progress: Callabl
         curve.add(step, *result)
     curve.look()
     outcome.phases["warmup"] = time.perf_counter() - began
+    if case.graph and not trainer.replays:
+        raise CaseFailed(f"graph: step {warm} of {case.precision.name} is not replayed: it would be timed as the host issues it")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     results = []

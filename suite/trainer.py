@@ -21,7 +21,7 @@ from suite.optimizer import AdamW
 from suite.precision.draws import Draws
 from suite.precision.recipe import Recipe
 from suite.record import CaseFailed
-from suite.recorded import CudaGraph, Recorded
+from suite.recorded import EAGER, CudaGraph, Recorded
 from suite.seams import Key
 from suite.workload import models
 
@@ -122,6 +122,11 @@ class Trainer:
             self.recorded = Recorded(self._passes, self.model.weights.leaves.values(), self.assembled.counter,
                                      CudaGraph(self.device), **more)
         return self.recorded
+
+    @property
+    def replays(self) -> bool:
+        """Whether the last step was a replay, or a recording that was then replayed."""
+        return self.recorded is not None and self.recorded.calls > EAGER
 
     def _passes(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         """(loss, gradient norm, clipping factor), the gradients at the leaves. inputs: ids, targets, name of each micro-batch."""

@@ -1,17 +1,19 @@
 """A recorded step: inputs copied, gradients given back, messages counted at every replay; on a GPU the same losses as eager."""
 from contextlib import contextmanager, nullcontext
+from weakref import ref
 
 import pytest
 import torch
 
 from kernels.nvfp4_reference import drawn
+from suite import recorded
 from suite.case import Case
 from suite.comm.counter import Counter
 from suite.mesh import Mesh
 from suite.precision.draws import Draw, Draws
 from suite.precision.recipe import Recipe
 from suite.record import CaseFailed
-from suite.recorded import EAGER, Recorded
+from suite.recorded import EAGER, CudaGraph, Recorded
 from suite.seams import Key, make
 from suite.train import execute
 from suite.trainer import Trainer
@@ -157,6 +159,39 @@ def test_recorded_steps_draw_and_choose_as_the_steps_do(precision, graphs, eager
     found, count, replays, trainer = curve({"precision": precision}, monkeypatch)
     assert found == want and (count, replays) == (graphs, RUN["steps"] - eager)
     assert all(part.metrics() for part in trainer.parts)
+
+
+def test_only_what_draws_has_a_row(monkeypatch):
+    """Four operands of each product of tetrajet are drawn, none of fp8."""
+    for precision, drawn_operands in (({"name": "tetrajet", "out": 0, "osci": 0}, 4), ("fp8", 0)):
+        rows = []
+        monkeypatch.setattr(Draws, "fill", lambda self, keys, rows=rows: rows.append(list(self.rows)))
+        *_, trainer = curve({"precision": precision, "layout": "megatron"}, monkeypatch)
+        products = {(draw.layer, draw.name) for _, draw in rows[-1]}
+        assert len(rows[-1]) == trainer.micro_batches * drawn_operands * len(products)
+        assert len(products) == (4 * trainer.card["layers"] if drawn_operands else 0)
+
+
+def test_steps_that_are_not_replayed_are_not_timed(tmp_path):
+    """The channels of a run of 20 steps are scored in all of them."""
+    case = Case.model_validate(RUN | {"precision": "tetrajet", "measure": "speed", "steps": 20}).model_copy(update={"graph": True})
+    with pytest.raises(CaseFailed, match="graph: step 4 of tetrajet is not replayed: it would be timed as the host issues it"):
+        execute(case, Mesh(), progress=lambda *_: None, folder=tmp_path)
+
+
+def test_graphs_of_a_device_share_a_stream_and_let_go_of_those_between(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(recorded, "_streams", {})
+    device = torch.device("cuda:0")
+    first, second = CudaGraph(device), CudaGraph(device)
+    third, gone = CudaGraph(device), ref(second)
+    del second
+    assert gone() is None and third.owner is first and third.pool is first.pool and third.stream is first.stream
+    stream = first.stream
+    del first, third
+    assert CudaGraph(device).stream is stream and CudaGraph(torch.device("cuda:1")).stream is not stream
 
 
 def test_a_replay_that_drew_the_recorded_step_again_would_show(monkeypatch):

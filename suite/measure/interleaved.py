@@ -69,6 +69,8 @@ def study(case: Case, outcome: Any, trainer: Callable[[Case], Any]) -> None:
             raise CaseFailed(f"ab: {'the row' if one is row else 'the default'}: the same step gave {first:.6f} and {again:.6f}: "
                              "not timed")
     _agree(losses[row], losses[default], coded)
+    if case.graph and not (row.replays and default.replays):
+        raise CaseFailed("graph: a step is not replayed: it would be timed as the host issues it")
     outcome.phases["setup"] = time.perf_counter() - began
     began = time.perf_counter()
     taken: list[tuple[float, float]] = []

@@ -73,6 +73,8 @@ class Call:
     def keys(self, number: int | None, way: str | None) -> tuple[Number, Number]:
         """(of an operand's noise, of the signs of a rotation), None of what is not drawn; where a step is recorded, the row of
         the device that holds both, for either."""
+        if number is None and way is None:
+            return None, None
         found = Draw(self.layer, self.name, number, way, self.recipe.fixed)
         if self.recipe.draws is None:
             return found.keys(self.drawn)

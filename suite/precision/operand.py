@@ -20,6 +20,7 @@ from suite.precision.blocks import Segment
 ROWS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # how operands are made on a GPU: by NVFP4's kernels where there are any; by the plain-torch reference, compiled; by it as it is
 QUANTISERS = ("kernels", "compiled", "eager")
+VARIANTS = 64  # compiled of a function of suite/precision/blocks.py: by format, layout and where keys lie
 BLOCK = {"nvfp4": 128, "mxfp4": 32, "mxfp8": 32}  # columns to which an operand is padded
 
 
@@ -230,5 +231,9 @@ def _on(device: torch.device, function: Callable, *arguments):
     if device.type != "cuda":
         return function(*arguments)
     if function not in _compiled:
+        import torch._dynamo
+
+        # a recipe has more operands than torch compiles variants of a function by default: the rest would run eager
+        torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
         _compiled[function] = torch.compile(function, dynamic=True)
     return _compiled[function](*arguments)
