@@ -256,9 +256,23 @@ def test_replayed_steps_are_the_eager_ones(precision):
 def test_a_recorded_run_has_the_losses_of_the_run(precision, tmp_path):
     """Bit for bit, through both phases of the channels and a reset of weights."""
     row = RUN | {"device": "cuda", "precision": precision, "data": {"text": "random", "seq": 128, "batch": 8, "micro": 4}}
-    found = []
-    for graph in (False, True):
-        case = Case.model_validate(row | {"graph": graph})
-        outcome = execute(case, Mesh.from_env(device="cuda"), progress=lambda *_: None, folder=tmp_path)
-        found.append([(one["loss"], one["grad_norm"]) for one in outcome.losses])
-    assert len(found[0]) == RUN["steps"] and found[0] == found[1]
+    found = [losses(Case.model_validate(row | change), Mesh.from_env(device="cuda"), tmp_path)
+             for change in ({}, {"graph": True}, {"graph": True, "save": 10}, {"graph": True, "save": 10})]
+    assert len(found[0]) == RUN["steps"] and found[1] == found[0]
+    assert found[2] == found[0] and found[3] == found[0], "the last one goes on from behind the choice of channels"
+
+
+def losses(case, mesh, folder):
+    """(loss, gradient norm) of each step."""
+    outcome = execute(case, mesh, progress=lambda *_: None, folder=folder)
+    return [(one["loss"], one["grad_norm"]) for one in outcome.losses]
+
+
+def test_a_resumed_run_has_the_losses_of_the_run(tmp_path, monkeypatch):
+    """What the test on a GPU compares, without a graph."""
+    row = RUN | {"precision": {"name": "tetrajet"} | SCHEDULE}
+    want = losses(Case.model_validate(row), Mesh(), tmp_path)
+    case, steps, step = Case.model_validate(row | {"save": 10}), [], Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda self, number: steps.append(number) or step(self, number))
+    assert losses(case, Mesh(), tmp_path) == want and losses(case, Mesh(), tmp_path) == want
+    assert steps == [*range(RUN["steps"]), *range(10, RUN["steps"])]
