@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kernels.float8 import from_code
 from kernels.launch import Kept, Launch
-from kernels.nvfp4_reference import INNER, OUTER, TOP_CODE, TOP_SCALE, Number, Quantized, checked, sign_bits
+from kernels.nvfp4_reference import INNER, OUTER, TOP_CODE, TOP_SCALE, Keyed, Quantized, checked, sign_bits
 from kernels.nvfp4_tile import (
     by_chance,
     divided,
@@ -205,10 +205,12 @@ def dequantize_kernel(codes, inner, outer, out, rows, columns, code_row, scale_r
     tl.store(out + r * columns + c, v.to(out.dtype.element_ty), mask=mask)
 
 
-def _chance(noise: Number, signs: Number) -> dict[str, Any]:
-    """A row of `drawn` where one of them is, else the numbers."""
+def _chance(noise: Keyed, signs: Keyed) -> dict[str, Any]:
+    """A row of `drawn` where one of them is, else the numbers. Raises ValueError for a row beside something else."""
     found = next((one for one in (noise, signs) if isinstance(one, Tensor)), None)
     if found is not None:
+        if any(one is not None and one is not found for one in (noise, signs)):
+            raise ValueError("nvfp4: noise and signs: expected two keys, or one row on the device for both")
         return {"drawn": found, "signs": 0, "seed_low": 0, "seed_high": 0}
     low, high = halves(noise or 0)
     return {"drawn": None, "signs": 0 if signs is None else sign_bits(signs), "seed_low": low, "seed_high": high}
@@ -248,8 +250,8 @@ def _plan(rows: int, columns: int, along: bool, again: bool, itemsize: int, even
 
 
 def quantize_launch(x: Tensor | Quantized, codes: Tensor | None = None, inner: Tensor | None = None, outer: Tensor | None = None,
-                    margin: float = 1.0, block: int = 1, noise: Number = None, *, out: Tensor | None = None,
-                    signs: Number = None, origin: tuple[int, int] = (0, 0), peak: Tensor | None = None,
+                    margin: float = 1.0, block: int = 1, noise: Keyed = None, *, out: Tensor | None = None,
+                    signs: Keyed = None, origin: tuple[int, int] = (0, 0), peak: Tensor | None = None,
                     search: bool = False) -> Launch:
     """codes, inner (as uint8), outer: those of the result; or out [r, columns], its rows contiguous: what they stand for. peak:
     int32 [1], bits of the largest magnitude of the whole tensor. x: one of its strides is 1."""
@@ -280,7 +282,7 @@ def dequantize_launch(q: Quantized, out: Tensor) -> Launch:
 
 
 def quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
-             noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0),
+             noise: Keyed = None, *, signs: Keyed = None, origin: tuple[int, int] = (0, 0),
              peak: Tensor | None = None) -> Quantized:
     """x [r, k] of any float dtype and strides -> Quantized, the contraction along k.
 
@@ -296,7 +298,7 @@ def quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: i
 
 
 def rounded(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
-            noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0), peak: Tensor | None = None,
+            noise: Keyed = None, *, signs: Keyed = None, origin: tuple[int, int] = (0, 0), peak: Tensor | None = None,
             dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """quantize(x, ...).dequantize(dtype) in one pass over memory: [r, k], k filled up to a multiple of 16 where rotated.
 
@@ -317,7 +319,7 @@ def rounded(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: in
 
 
 def inner_values(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
-                 noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0),
+                 noise: Keyed = None, *, signs: Keyed = None, origin: tuple[int, int] = (0, 0),
                  peak: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(codes times inner scales of quantize(x, ...), bfloat16 [r, K], exact; outer scales, float32 [r, K/128] or [1, 1]).
 
@@ -339,7 +341,7 @@ def inner_values(x: Tensor, rounding: str = "nearest", margin: float = 1.0, oute
     return found, over
 
 
-def largest_magnitude(x: Tensor, signs: Number = None) -> Tensor:
+def largest_magnitude(x: Tensor, signs: Keyed = None) -> Tensor:
     """Of x [r, k], rotated where signs are given: float32 []. A NaN is above all; 0 of an empty tensor."""
     if not x.numel():
         return torch.zeros((), device=x.device)
@@ -347,7 +349,7 @@ def largest_magnitude(x: Tensor, signs: Number = None) -> Tensor:
 
 
 def requantize(given: Quantized, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER,
-               noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0)) -> Quantized:
+               noise: Keyed = None, *, signs: Keyed = None, origin: tuple[int, int] = (0, 0)) -> Quantized:
     """[r, k] quantised along k -> its transpose [k, r] quantised along r, from the dequantised values; options as in `quantize`."""
     checked(torch.empty(0, 0), rounding, margin, outer, 1, noise, origin)
     shape = given.columns, len(given.codes)
@@ -370,7 +372,7 @@ def _readable(x: Tensor) -> Tensor:
     return x if 1 in x.stride() else x.contiguous()
 
 
-def _held(x: Tensor | Quantized, outer: int | str, peak: Tensor | None, signs: Number) -> Tensor | None:
+def _held(x: Tensor | Quantized, outer: int | str, peak: Tensor | None, signs: Keyed) -> Tensor | None:
     """Bits of the largest magnitude, int32 [1], sought where they are not given; None where outer scales are of blocks."""
     if outer != "tensor":
         return None
@@ -382,7 +384,7 @@ def _held(x: Tensor | Quantized, outer: int | str, peak: Tensor | None, signs: N
 
 
 def _quantized(x: Tensor | Quantized, shape: tuple[int, int], device: torch.device, margin: float, outer: int | str, block: int,
-               noise: Number, signs: Number, origin: tuple[int, int], peak: Tensor | None) -> Quantized:
+               noise: Keyed, signs: Keyed, origin: tuple[int, int], peak: Tensor | None) -> Quantized:
     rows, columns = shape
     tiles = -(-columns // OUTER)
     codes, inner = (torch.empty(rows, tiles * n, dtype=torch.uint8, device=device) for n in (OUTER // 2, OUTER // INNER))

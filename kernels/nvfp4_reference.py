@@ -36,7 +36,7 @@ TOP_CODE, TOP_SCALE = 6.0, 448.0
 SMALLEST = 2.0**-126  # float32's smallest normal number, a floor of outer scales
 SMALL = 2.0**-6  # E4M3's smallest normal number
 MARGIN = 16.0 / 17.0
-Number = int | Tensor | None  # a 64-bit key, or a row of `drawn` that holds it; None where nothing is drawn
+Keyed = int | Tensor | None  # a 64-bit key, or a row of `drawn` that holds it; None where nothing is drawn
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -61,7 +61,7 @@ class Quantized:
         return x.flatten(1)[:, : self.columns].to(dtype)
 
 
-def checked(x: Tensor, rounding: str, margin: float, outer: int | str, block: int, noise: Number,
+def checked(x: Tensor, rounding: str, margin: float, outer: int | str, block: int, noise: Keyed,
             origin: tuple[int, int] = (0, 0)) -> None:
     """Raises ValueError naming what does not fit."""
     if x.ndim != 2 or not x.is_floating_point():
@@ -81,7 +81,7 @@ def checked(x: Tensor, rounding: str, margin: float, outer: int | str, block: in
 
 
 def nvfp4_quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
-                   noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0),
+                   noise: Keyed = None, *, signs: Keyed = None, origin: tuple[int, int] = (0, 0),
                    peak: Tensor | None = None) -> Quantized:
     """See kernels.nvfp4.quantize."""
     checked(x, rounding, margin, outer, block, noise, origin)
@@ -114,7 +114,7 @@ def nvfp4_quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, ou
 
 
 def nvfp4_rounded(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
-                  noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0),
+                  noise: Keyed = None, *, signs: Keyed = None, origin: tuple[int, int] = (0, 0),
                   peak: Tensor | None = None, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """See kernels.nvfp4.rounded."""
     found = nvfp4_quantize(x, rounding, margin, outer, block, noise, signs=signs, origin=origin, peak=peak)
@@ -122,7 +122,7 @@ def nvfp4_rounded(x: Tensor, rounding: str = "nearest", margin: float = 1.0, out
 
 
 def inner_values(x: Tensor, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER, block: int = 1,
-                 noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0),
+                 noise: Keyed = None, *, signs: Keyed = None, origin: tuple[int, int] = (0, 0),
                  peak: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See kernels.nvfp4.inner_values."""
     q = nvfp4_quantize(x, rounding, margin, outer, block, noise, signs=signs, origin=origin, peak=peak)
@@ -130,7 +130,7 @@ def inner_values(x: Tensor, rounding: str = "nearest", margin: float = 1.0, oute
     return values if out is None else out.copy_(values), q.outer
 
 
-def largest_magnitude(x: Tensor, signs: Number = None) -> Tensor:
+def largest_magnitude(x: Tensor, signs: Keyed = None) -> Tensor:
     """See kernels.nvfp4.largest_magnitude."""
     x = x.to(torch.float32)
     x = x if signs is None else rotate(F.pad(x, (0, -x.shape[1] % INNER)), factors(signs, x.device))
@@ -143,7 +143,7 @@ def nvfp4_dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def nvfp4_requantize(given: Quantized, rounding: str = "nearest", margin: float = 1.0, outer: int | str = OUTER,
-                     noise: Number = None, *, signs: Number = None, origin: tuple[int, int] = (0, 0)) -> Quantized:
+                     noise: Keyed = None, *, signs: Keyed = None, origin: tuple[int, int] = (0, 0)) -> Quantized:
     """See kernels.nvfp4.requantize."""
     return nvfp4_quantize(given.dequantize().t(), rounding, margin, outer, 1, noise, signs=signs, origin=origin)
 

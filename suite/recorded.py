@@ -71,8 +71,8 @@ class CudaGraph:
 class Recorded:
     """`passes(inputs)` for tensors of the same shapes at every call, on the device or in pinned memory; others are a ValueError.
     It must leave gradients at `leaves`, which are dropped between calls, and give tensors; both hold until the next replay of any
-    graph of the device. around: what lies around the passes that the host issues, given whether they
-    run or are recorded; before: called ahead of every replay."""
+    graph of the device. around: what lies around the passes that the host issues, given whether they run or are recorded; before:
+    called ahead of every replay."""
 
     def __init__(self, passes: Callable[[Sequence[Tensor]], Sequence[Tensor]], leaves: Iterable[Tensor], counter: Counter,
                  graph: CudaGraph, around: Callable[[bool], AbstractContextManager] = nullcontext,

@@ -140,6 +140,9 @@ class Precision(Protocol):
 
     noise: int64 [4] on the device (seed, step, micro-batch, replica), an argument of the compiled block, so that a new step
     compiles nothing. p: the layer's leaves by name and the buffers that parts contribute.
+
+    Optional, for `graph: true` (suite/recorded.py): `recordable`, whether a replay of its products is the step; `phase(step)`, the
+    same where the host does the same in both steps, None where it must run; `drawn(device)`, what replays read their draws from.
     """
 
     compute: Any  # dtype of activations

@@ -18,8 +18,6 @@ from suite.case import Case, Optim
 from suite.checkpoint import initialise
 from suite.mesh import Mesh
 from suite.optimizer import AdamW
-from suite.precision.draws import Draws
-from suite.precision.recipe import Recipe
 from suite.record import CaseFailed
 from suite.recorded import EAGER, CudaGraph, Recorded
 from suite.seams import Key
@@ -116,8 +114,8 @@ class Trainer:
             return self._passes
         if self.recorded is None:
             more = {}
-            if isinstance(precision, Recipe):
-                draws = Draws(precision, self.device)
+            if hasattr(precision, "drawn"):
+                draws = precision.drawn(self.device)
                 more = {"around": lambda runs: draws.read(self.keys if runs else None), "before": lambda: draws.fill(self.keys)}
             self.recorded = Recorded(self._passes, self.model.weights.leaves.values(), self.assembled.counter,
                                      CudaGraph(self.device), **more)

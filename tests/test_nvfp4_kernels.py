@@ -120,6 +120,10 @@ def test_what_does_not_fit_is_refused():
         nvfp4.quantize(torch.zeros(1, 128), "stochastic", noise=1, origin=(0, 4))
     with pytest.raises(ValueError, match="stochastic needs noise"):
         nvfp4.requantize(given(16, 128), "stochastic")
+    row, other = nvfp4_reference.drawn([(1, 2), (3, 4)])
+    for signs in (2, other):
+        with pytest.raises(ValueError, match="expected two keys, or one row on the device for both"):
+            nvfp4.quantize(torch.zeros(1, 128), "stochastic", noise=row, signs=signs)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0, 0)])

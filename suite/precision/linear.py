@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kernels.nvfp4_reference import Number
+from kernels.nvfp4_reference import Keyed
 from suite.comm.wire import Wire, wire_of
 from suite.opaque import opaque
 from suite.precision.draws import Draw
@@ -70,7 +70,7 @@ class Call:
         key = self.wire.key
         return [key.seed, key.step, key.micro, key.dp] if self.noise.is_cuda else self.noise.tolist()
 
-    def keys(self, number: int | None, way: str | None) -> tuple[Number, Number]:
+    def keys(self, number: int | None, way: str | None) -> tuple[Keyed, Keyed]:
         """(of an operand's noise, of the signs of a rotation), None of what is not drawn; where a step is recorded, the row of
         the device that holds both, for either."""
         if number is None and way is None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.nvfp4_reference import Number, Quantized, factors, key_of, rotate
+from kernels.nvfp4_reference import Keyed, Quantized, factors, key_of, rotate
 from suite.precision import blocks
 from suite.precision.blocks import Segment
 
@@ -112,7 +112,7 @@ def nearness(weight: Tensor, code: Tensor, scale: Tensor) -> Tensor:
     return (1 - torch.minimum(up, down)).clamp(0, 1)
 
 
-def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: Number = None, signs: Number = None,
+def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: Keyed = None, signs: Keyed = None,
              place: Place | None = None, most: Callable[[Tensor], Tensor] = lambda amax: amax, whole: bool = True,
              by: str = "kernels", packed: bool = True) -> Given:
     """x [r, k] of any strides and float dtype. key: of its noise, for stochastic rounding; signs: of its rotation; either may be a
@@ -155,7 +155,7 @@ def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: Number = No
     return given
 
 
-def in_one(x: Tensor, operand: Operand, kept: torch.dtype, key: Number, signs: Number, place: Place | None) -> Tensor:
+def in_one(x: Tensor, operand: Operand, kept: torch.dtype, key: Keyed, signs: Keyed, place: Place | None) -> Tensor:
     """Values [r, k] by one compiled function, from the cast to the dequantised result."""
     k = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
     turn = factors(signs, x.device) if operand.hadamard else None
@@ -163,7 +163,7 @@ def in_one(x: Tensor, operand: Operand, kept: torch.dtype, key: Number, signs: N
     return _on(x.device, blocks.dequantised, x, turn, *where, k, operand.margin, operand.block, kept)
 
 
-def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: Number, signs: Number, place: Place | None,
+def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: Keyed, signs: Keyed, place: Place | None,
           most: Callable[[Tensor], Tensor], packed: bool = True, by: Any = None) -> Given:
     """The same by the kernels of NVFP4, bit for bit: one pass over memory, one call a rectangle that lies in one piece in the
     unsharded tensor. In float32 alone is made what the products of that level read. by: kernels, or their references."""
@@ -198,13 +198,13 @@ def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: Number, signs: Nu
     return Given(None, packed=Quantized(codes, inner, outer, width))
 
 
-def options(operand: Operand, key: Number, signs: Number) -> dict[str, Any]:
+def options(operand: Operand, key: Keyed, signs: Keyed) -> dict[str, Any]:
     """What the kernels of NVFP4 are asked for."""
     return {"rounding": operand.rounding, "margin": 16.0 / 17.0 if operand.margin else 1.0, "outer": operand.outer,
             "block": operand.block, "noise": key, "signs": signs}
 
 
-def in_pieces(place: Place | None, key: Number) -> bool:
+def in_pieces(place: Place | None, key: Keyed) -> bool:
     """Whether each piece of the columns is whole blocks, so that pieces can be quantised apart."""
     if key is None:
         return True

@@ -78,6 +78,10 @@ class Recipe:
 
     recordable = True  # what it draws, replays read from `draws`
 
+    def drawn(self, device: torch.device) -> Draws:
+        """What a recorded step reads its draws from."""
+        return Draws(self, device)
+
     def phase(self, step: int) -> Hashable:
         """See suite.trainer: what those who look at the operands make of the passes of a step; None where they must run."""
         found = tuple(one.phase(step) for one in (*self.listeners, *self.watchers))
