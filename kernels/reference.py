@@ -58,6 +58,23 @@ def swiglu_backward(gu: Tensor, dz: Tensor) -> Tensor:
     return torch.cat([grad * u * gate * (1.0 + g * (1.0 - gate)), grad * g * gate], dim=-1).to(gu.dtype)
 
 
+def columns_taken(x: Tensor, order: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """See kernels.columns.taken."""
+    return x[:, order] if out is None else out.copy_(x[:, order])
+
+
+def mxfp8_rounded(x: Tensor, *, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
+    """See kernels.mxfp8.rounded."""
+    v = torch.nn.functional.pad(x.to(torch.float32), (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    amax = v.abs().amax(-1, keepdim=True)
+    bits = (amax / 448.0).clamp(min=2.0**-126).view(torch.int32)
+    scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    scale = torch.where(torch.isfinite(amax), scale, torch.nan)
+    codes = (v / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(torch.float32)
+    found = (codes * scale).flatten(1)[:, :x.shape[1]]
+    return found.to(dtype) if out is None else out.copy_(found)
+
+
 def __getattr__(name: str):
     """taco_encode, taco_decode, taco_total, taco_reduce, nvfp4_quantize and nvfp4_requantize, loaded when asked for: who imports
     the losses' references does not depend on the codec or the format."""

@@ -21,7 +21,7 @@ from kernels import adamw, bottleneck, bottleneck_reference, cross_entropy, refe
 from kernels.entry import BF16, FLOAT32, Entry, normal
 from kernels.launch import TYPES, Launch
 from kernels.registry_codecs import exchange_entry, grouped_entries, taco_entries
-from kernels.registry_nvfp4 import nvfp4_beside, nvfp4_entries
+from kernels.registry_nvfp4 import channel_entries, nvfp4_beside, nvfp4_entries
 
 
 def logits_and_targets(tokens: int, width: int, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor, Tensor]:
@@ -163,6 +163,8 @@ ENTRIES = [
     *nvfp4_entries("llama-7b", 16384, 11008),
     *nvfp4_entries("odd", 37, 1003),
     *nvfp4_beside("olmo2-370m", 16384, 1024),
+    *channel_entries("olmo2-370m", 16384, 1024, 922),
+    *channel_entries("odd", 37, 1003, 903),
     *(entry for group in taco_reference.GROUPS for entry in taco_entries(1 << 25, BF16, group)),
     *taco_entries(1 << 25, BF16, 128, hadamard=False),
     *taco_entries(1 << 25, FLOAT32, 128),

@@ -1,4 +1,4 @@
-"""Entries of kernels/registry.py: NVFP4's quantisers and products."""
+"""Entries of kernels/registry.py: NVFP4's quantisers and products, and what channels that stay in MXFP8 pass through."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import nvfp4, nvfp4_product, nvfp4_reference
+from kernels import columns as columns_of
+from kernels import mxfp8, nvfp4, nvfp4_product, nvfp4_reference, reference
 from kernels.entry import BF16, FLOAT32, Entry, normal
 from kernels.launch import Launch
 
@@ -129,3 +130,31 @@ def nvfp4_beside(model: str, rows: int, columns: int) -> list[Entry]:
         Entry(f"nvfp4_product.slab/{name}x{columns}", nvfp4_product.slab, nvfp4_reference.slab_product,
               lambda device, seed: {"a": quantized(rows, columns, device, seed), "b": quantized(columns, columns, device, seed + 1),
                                     "dtype": BF16}, _slab_launch, packed + columns * columns * 76 // 128 + plain, True, 255)]
+
+
+def _taken_inputs(rows: int, width: int, count: int, dtype: torch.dtype, device: str, seed: int) -> dict[str, Any]:
+    """The columns at random."""
+    order = torch.empty(count, dtype=torch.int64, device=device)
+    if device != "meta":
+        order = torch.randperm(width, generator=torch.Generator().manual_seed(seed))[:count].to(device)
+    return {"x": normal((rows, width), dtype, device, seed), "order": order}
+
+
+def _taken_launch(x: Tensor, order: Tensor) -> Launch:
+    return columns_of.taken_launch(x, order, torch.empty(len(x), len(order), dtype=x.dtype, device=x.device))
+
+
+def _mxfp8_launch(x: Tensor) -> Launch:
+    return mxfp8.rounded_launch(x, torch.empty(x.shape, dtype=BF16, device=x.device))
+
+
+def channel_entries(model: str, rows: int, columns: int, count: int) -> list[Entry]:
+    """`count` of an operand's columns, and an operand in MXFP8, which the other way round lies transposed."""
+    aligned = rows % 128 == columns % 128 == 0
+    found = [Entry(f"columns.taken/{model}-{rows}x{columns}-{k}", columns_of.taken, reference.columns_taken,
+                   partial(_taken_inputs, rows, columns, k, BF16), _taken_launch, 2 * rows * (columns + k) + 8 * k, False, 96)
+             for k in (count, columns)]
+    for kind, shape, turned in (("", (rows, columns), False), ("-transposed", (columns, rows), True)):
+        found.append(Entry(f"mxfp8.rounded/{model}-{rows}x{columns}{kind}", mxfp8.rounded, reference.mxfp8_rounded,
+                           partial(nvfp4_inputs, *shape, turned, {}), _mxfp8_launch, 4 * rows * columns, aligned, 128))
+    return found

@@ -10,8 +10,7 @@ this rank, V vocabulary (padded to a multiple of 128). Every function below work
     loss = cross_entropy(head(norm(x)))           mean over tokens
 
 A sublayer is a chain edge -> core -> edge: ranks meet in the edges (suite/seams.py), cores are local. `block` is the only
-block code; compiled, it serves every layer, for it takes its weights as arguments (the compiler makes two graphs of it: one for
-layer 0, then one for any).
+block code; compiled, it serves every layer as one graph, for it takes its weights and the layer's number as arguments.
 """
 from __future__ import annotations
 
@@ -32,6 +31,7 @@ from suite.weights import Member, Weights
 
 Card = Mapping[str, Any]
 PAD = 128
+FIRST = 2  # torch makes graphs of their own for the numbers 0 and 1
 
 
 def padded(vocab: int) -> int:
@@ -164,7 +164,10 @@ class Decoder:
             at = f"layers.{layer}."
             self.blocks.append({name.removeprefix(at): leaf for name, leaf in self.weights.leaves.items() if name.startswith(at)})
         self.ends = {name: leaf for name, leaf in self.weights.leaves.items() if not name.startswith("layers.")}
-        self._block = torch.compile(self.block, fullgraph=True) if compile else self.block
+        self._block = self._numbered
+        if compile:
+            torch.compiler.config.dynamic_sources = "L['number']"
+            self._block = torch.compile(self._numbered, fullgraph=True)
 
     def attach(self, buffers: Mapping[str, Tensor]) -> None:
         """Tensors of parts by full name, which the products of their layer then find beside the weights."""
@@ -188,13 +191,18 @@ class Decoder:
         x = sublayer(x, layout.feed_forward(p, layer, noise, activate), keep, ends)
         return x, {name: t for name, t in p.items() if name.endswith(".latent")} if layout.factor.crosses else {}
 
+    def _numbered(self, p: Mapping[str, Tensor], x: Tensor, rope: tuple[Tensor, Tensor] | None, number: int, noise: Tensor,
+                  past: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """`block` of layer `number` - FIRST: a number that the compiler leaves open."""
+        return self.block(p, x, rope, number - FIRST, noise, past)
+
     def residual(self, ids: Tensor) -> Tensor:
         """ids [B, S] -> the residual stream after the last layer, as the layout keeps it."""
         x = self.layout.embed(self.ends, ids)
         past: dict[str, Tensor] = {}
         again = LAYER[self.layout.recompute]
         for layer, p in enumerate(self.blocks):
-            x, past = again(self._block, p, x, self.rope, layer, self.noise, past)
+            x, past = again(self._block, p, x, self.rope, layer + FIRST, self.noise, past)
         return x
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:

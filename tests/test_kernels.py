@@ -39,8 +39,8 @@ from kernels.registry import ENTRIES, logits_and_targets, step_inputs, swiglu_in
 
 def distinct() -> list[Entry]:
     """One entry of each kernel, types and hints: the rest compile to the same. Codecs are compiled in test_taco_kernels.py,
-    test_grouped_kernels.py and test_exchange.py, NVFP4's in test_nvfp4_kernels.py."""
-    own = ("kernels.taco", "kernels.grouped", "kernels.exchange", "kernels.nvfp4")
+    test_grouped_kernels.py and test_exchange.py, NVFP4's in test_nvfp4_kernels.py, those beside in test_channel_kernels.py."""
+    own = ("kernels.taco", "kernels.grouped", "kernels.exchange", "kernels.nvfp4", "kernels.columns", "kernels.mxfp8")
     return list({(e.function.__qualname__, e.function.__module__, str(e.launch(**e.inputs("meta")).signature())): e
                  for e in reversed(ENTRIES) if not e.function.__module__.startswith(own)}.values())
 
@@ -71,7 +71,8 @@ def test_aligned_rows_move_16_bytes_at_a_time(entry):
 def test_names_are_unique_and_traffic_is_what_the_arguments_hold():
     assert len({e.name for e in ENTRIES}) == len(ENTRIES)
     for entry in ENTRIES:
-        if entry.function.__module__.startswith("kernels.nvfp4"):  # each of the launch's tensors once
+        if entry.function.__module__.startswith(("kernels.nvfp4", "kernels.columns", "kernels.mxfp8")):
+            # each of the launch's tensors once
             held = entry.launch(**entry.inputs("meta")).arguments.values()
             assert entry.traffic == sum(x.numel() * x.element_size() for x in held if isinstance(x, Tensor)), entry.name
             continue

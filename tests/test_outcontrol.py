@@ -4,11 +4,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import run_ranks
+from tetrajet_checks import free, noise, recipe, whole
 
+from kernels.nvfp4_reference import nvfp4_rounded
 from suite.assemble import assemble
 from suite.case import Case
 from suite.mesh import Mesh
-from suite.precision.operand import MXFP8, quantise
+from suite.precision.linear import _backward, _forward
+from suite.precision.operand import MXFP8, Operand, Place, fused, quantise
 from suite.precision.outcontrol import OutControl, count_of
 from suite.record import CaseFailed
 from suite.seams import Key, Spec
@@ -119,6 +122,43 @@ def test_products_are_those_of_the_equations():
     dw[:, r] = m(dy.t()) @ m(xr.t()).t()
     assert torch.allclose(w.grad, dw, atol=1e-4)
     assert (x - torch.zeros_like(x).index_copy(1, r, xr))[:, r].abs().max() < 0.07 * x[:, r].abs().max()
+
+
+@pytest.mark.parametrize("operand", [Operand("nvfp4"), MXFP8], ids=lambda one: one.format)
+def test_an_operand_is_written_where_it_is_to_lie(operand):
+    """On a CPU, and as kernels are asked to."""
+    x, place = torch.randn(8, 60).to(torch.bfloat16), Place([(0, 8, 0)], [(0, 60, 0)])
+    want = quantise(x, operand, torch.bfloat16, place=place).values
+    among = torch.zeros(8, 70, dtype=torch.bfloat16)
+    found = [quantise(x, operand, torch.bfloat16, place=place, out=among[:, 5:65])]
+    if operand.fusible:
+        by, out = SimpleNamespace(rounded=nvfp4_rounded), torch.zeros_like(among)[:, 5:65]
+        found.append(fused(x, operand, torch.bfloat16, None, None, place, lambda amax: amax, by=by, out=out))
+    for one in found:
+        assert one.values.stride() == (70, 1) and torch.equal(one.values, want)
+    assert not among[:, :5].any() and not among[:, 65:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("shape", [(96, 256, 384), (64, 130, 70)], ids=str)
+def test_products_by_kernels_are_those_of_plain_torch(shape, rounding):
+    """What is kept of X and W bit for bit, Y and gradients within the rounding of sums in another order."""
+    t, d_in, d_out = shape
+    x, w, dy = (one.cuda() for one in whole(t, d_in, d_out, torch.bfloat16))
+    order = torch.randperm(d_in, generator=torch.Generator().manual_seed(0)).cuda()
+    place, found = free(d_in, d_out), []
+    for quantiser in ("kernels", "eager"):
+        made = recipe(rounding=rounding, quantiser=quantiser)
+        at = noise().cuda(), order[:d_in // 10], order[d_in // 10:]
+        call = *at, 1, place.name, list(place.maps[0]), list(place.columns), place.wire.id, made.id
+        y, xq, wq = _forward(x, w, *call, True)
+        found.append([xq, wq, y, *_backward(dy, xq, wq, *call)])
+    for mine, theirs in zip(found[0][:2], found[1][:2]):
+        plain = (x if mine.shape == x.shape else w)[:, order]
+        assert torch.equal(mine, theirs) and not torch.equal(mine, plain.to(mine.dtype))
+    for mine, theirs in zip(found[0][2:], found[1][2:]):
+        assert (mine - theirs).float().norm() < 4e-3 * theirs.float().norm()
 
 
 @pytest.mark.parametrize(("width", "ratio", "how", "count"), [

@@ -9,6 +9,7 @@ from tetrajet_checks import free, given, noise, product, recipe, whole
 
 from kernels.nvfp4_reference import inner_values, largest_magnitude, nvfp4_rounded, slab_product
 from kernels.reference import nvfp4_quantize
+from suite.precision import level
 from suite.precision.level import product as product_at
 from suite.precision.linear import STACK, _backward
 from suite.precision.operand import Operand, Place, fused, in_pieces, quantise
@@ -202,6 +203,23 @@ def test_what_is_compiled_in_one_gives_the_same(operand):
     assert torch.equal(quantise(x, operand, torch.bfloat16, **given, whole=False, by="eager").values, want)
     with pytest.raises(ValueError, match="quantiser 'quick': expected one of kernels, compiled, eager"):
         recipe(quantiser="quick")
+
+
+@pytest.mark.parametrize("turned", [(), (0,), (1,), (0, 1)], ids=str)
+def test_fp8_operands_lie_as_the_library_reads_them(turned, monkeypatch):
+    """cuBLASLt takes a row-major and a column-major matrix: operands of backward products are made of transposed ones."""
+    def multiplied(a, b, *, scale_a, scale_b, out_dtype):
+        assert a.stride(1) == b.stride(0) == 1 and a.dtype == b.dtype == torch.float8_e4m3fn and b.shape[1] % 16 == 0
+        assert scale_a.is_contiguous() and scale_b.is_contiguous() and scale_b.shape == (1, b.shape[1])
+        return ((a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
+
+    sides = [whole(*shape)[0] for shape in ((24, 48, 8), (40, 48, 8))]
+    a, b = (quantise(x.t().contiguous().t() if n in turned else x, Operand("e4m3"), torch.bfloat16) for n, x in enumerate(sides))
+    assert all(one.values.is_contiguous() != (n in turned) for n, one in enumerate((a, b))), "they lie as they were given"
+    want = product_at("emulated", a, b, torch.bfloat16)
+    monkeypatch.setattr(level, "real", lambda *_: True)
+    monkeypatch.setattr(torch, "_scaled_mm", multiplied)
+    assert torch.equal(product_at("emulated", a, b, torch.bfloat16), want)
 
 
 @pytest.mark.parametrize("name", ["tetrajet", "nvfp4"])

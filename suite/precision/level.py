@@ -46,14 +46,13 @@ def real(level: str, format: str, device: torch.device) -> bool:
 
 
 def product(level: str, a: Given, b: Given, dtype: torch.dtype, beside: tuple[Given, Given] | None = None) -> Tensor:
-    """a [m, k] · b [n, k]ᵀ -> [m, n] of `dtype`. beside: a second pair whose product is added before rounding."""
+    """a [m, k] · b [n, k]ᵀ -> [m, n] of `dtype`. beside: a second pair whose product is added before rounding; at `emulated` its
+    values lie in a and b."""
     if a.by_rows:
         return _by_rows(a, b, dtype)
     if level != "emulated":
         y = _exact(level, a, b)
         return (y if beside is None else y + beside[0].values @ beside[1].values.t()).to(dtype)
-    if beside is not None:
-        return torch.cat([beside[0].values, a.dense()], 1) @ torch.cat([beside[1].values, b.dense()], 1).t()
     return (a.dense() @ b.dense().t()).to(dtype)
 
 
@@ -90,7 +89,8 @@ def _by_rows(a: Given, b: Given, dtype: torch.dtype) -> Tensor:
     if dtype == torch.bfloat16 and real("", ROWS[0], a.values.device):
         n = len(b.values)
         codes, scales = (F.pad(t, (0, 0, 0, -n % 16)) for t in (b.values.view(torch.uint8), b.scales))
-        y = torch._scaled_mm(a.values, codes.view(b.values.dtype).t(), scale_a=a.scales, scale_b=scales.t().contiguous(),
-                             out_dtype=dtype)
+        # operands of a backward product are made of transposed tensors, and may lie as these do
+        y = torch._scaled_mm(a.values.contiguous(), codes.contiguous().view(b.values.dtype).t(), scale_a=a.scales.contiguous(),
+                             scale_b=scales.t().contiguous(), out_dtype=dtype)
         return y[:, :n]
     return ((a.values.to(torch.float32) @ b.values.to(torch.float32).t()) * (a.scales * b.scales.t())).to(dtype)

@@ -28,7 +28,7 @@ from suite.comm.wire import Wire, wire_of
 from suite.opaque import opaque
 from suite.precision.draws import Draw
 from suite.precision.level import product
-from suite.precision.operand import MXFP8, Given, Operand, Place, quantise
+from suite.precision.operand import MXFP8, WIDTHS, Given, Operand, Place, quantise
 from suite.seams import Site
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ class Call:
         return [self.noise.new_empty(one.rows, 0, dtype=self.recipe.kept) if original else one.dense()
                 for one, original in zip(pair, self.recipe.originals)]
 
-    def give(self, number: int, x: Tensor, rows: Sequence, columns: Sequence, operand: Operand | None = None):
+    def give(self, number: int, x: Tensor, rows: Sequence, columns: Sequence, operand: Operand | None = None,
+             out: Tensor | None = None) -> Given:
         """Operand `number` of the recipe: x [r, k] quantised along k."""
         operand = operand or self.recipe.six[number]
         which = {4: 3, 6: 5}.get(number, number) if self.recipe.shared else number
@@ -111,10 +112,29 @@ class Call:
                              ("dx" if number in (3, 4) else "dw") if operand.hadamard else None)
         watchers = [one for one in self.recipe.watchers if getattr(one, "at", None) in (None, self.wire.key.step)]
         given = quantise(x, operand, self.recipe.kept, key=key, signs=way, place=Place(rows, columns), most=self.most,
-                         whole=bool(watchers), by=self.recipe.quantiser, packed=self.recipe.level == "native")
+                         whole=bool(watchers), by=self.recipe.quantiser, packed=self.recipe.level == "native", out=out)
         for watcher in watchers:
             watcher.operand(self, number, operand, x, given)
         return given
+
+    def apart(self, number: int, x: Tensor, rows: Sequence, retained: Tensor, rest: Tensor) -> tuple[Given, Given, Given]:
+        """Operand `number` of x's retained channels and of the others, and both as one, [retained | rest], where they are
+        dequantised."""
+        k, n = len(retained), len(rest)
+        whole = x.new_empty(len(x), k + n, dtype=self.recipe.kept) if self.recipe.level == "emulated" else None
+        left, right = (None, None) if whole is None else whole.split([k, n], 1)
+        a = self.give(number, taken(x, retained), rows, self.inputs(k), MXFP8, left)
+        b = self.give(number, taken(x, rest), rows, self.inputs(n, k), out=right)
+        return a, b, b if whole is None else Given(whole)
+
+
+def taken(x: Tensor, order: Tensor) -> Tensor:
+    """x[:, order]"""
+    if not x.is_cuda or x.dtype not in WIDTHS or x.stride(1) != 1:
+        return x[:, order]
+    from kernels import columns
+
+    return columns.taken(x, order)
 
 
 def group_max(wire: Any, amax: Tensor, site: Site = (-1, "weight")) -> Tensor:
@@ -137,14 +157,12 @@ def _forward(x: Tensor, w: Tensor, noise: Tensor, retained: Tensor | None, rest:
         a = call.give(1, x, call.tokens(t), call.inputs(d_in))
         b = call.give(2, w, call.outputs(), call.inputs(d_in))
         return call.product(a, b, x.dtype), *call.kept(a, b)
-    k, n = len(retained), len(rest)
-    a8 = call.give(1, x[:, retained], call.tokens(t), call.inputs(k), MXFP8)
-    b8 = call.give(2, w[:, retained], call.outputs(), call.inputs(k), MXFP8)
-    a = call.give(1, x[:, rest], call.tokens(t), call.inputs(n, k))
-    b = call.give(2, w[:, rest], call.outputs(), call.inputs(n, k))
-    y = call.product(a, b, x.dtype, beside=(a8, b8))
-    kept = zip(call.kept(a8, b8), call.kept(a, b))
-    return y, *(torch.cat(pair, 1) for pair in kept)
+    a8, a, one = call.apart(1, x, call.tokens(t), retained, rest)
+    b8, b, other = call.apart(2, w, call.outputs(), retained, rest)
+    y = call.product(one, other, x.dtype, beside=(a8, b8))
+    if one.values is not None:
+        return y, *call.kept(one, other)
+    return y, *(torch.cat(pair, 1) for pair in zip(call.kept(a8, b8), call.kept(a, b)))
 
 
 def _backward(dy: Tensor, x: Tensor, w: Tensor, noise: Tensor, retained: Tensor | None, rest: Tensor | None, layer: int,
@@ -156,9 +174,9 @@ def _backward(dy: Tensor, x: Tensor, w: Tensor, noise: Tensor, retained: Tensor 
     order = torch.cat([retained, rest]) if k else None
     aligned = call.recipe.aligned
     if k and aligned == "none":
-        w = w[:, order]
+        w = taken(w, order)
     if k and aligned != "both":
-        x = x[:, order]
+        x = taken(x, order)
     a = call.give(3, dy, call.tokens(t), call.outputs())
     b = call.give(4, w.t(), call.inputs(d_in), call.outputs())
     dx = call.product(a, b, dy.dtype)
@@ -170,8 +188,8 @@ def _backward(dy: Tensor, x: Tensor, w: Tensor, noise: Tensor, retained: Tensor 
     a = call.give(5, dy.t(), call.outputs(), call.tokens(t), MXFP8)
     b = call.give(6, x[:, :k].t(), call.inputs(k), call.tokens(t), MXFP8)
     dw = torch.cat([call.product(a, b, dy.dtype), dw], 1)
-    place = torch.argsort(order)
-    return dx[:, place], dw[:, place]
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return taken(dx, place), taken(dw, place)
 
 
 def _call(recipe: int, wire: int, noise: Tensor, layer: int, name: str, maps: Sequence[int], columns: Sequence[int]) -> Call:

@@ -21,6 +21,7 @@ ROWS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # how operands are made on a GPU: by NVFP4's kernels where there are any; by the plain-torch reference, compiled; by it as it is
 QUANTISERS = ("kernels", "compiled", "eager")
 VARIANTS = 64  # compiled of a function of suite/precision/blocks.py: by format, layout and where keys lie
+WIDTHS = (torch.bfloat16, torch.float32)  # that kernels read
 BLOCK = {"nvfp4": 128, "mxfp4": 32, "mxfp8": 32}  # columns to which an operand is padded
 
 
@@ -114,10 +115,20 @@ def nearness(weight: Tensor, code: Tensor, scale: Tensor) -> Tensor:
 
 def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: Keyed = None, signs: Keyed = None,
              place: Place | None = None, most: Callable[[Tensor], Tensor] = lambda amax: amax, whole: bool = True,
-             by: str = "kernels", packed: bool = True) -> Given:
+             by: str = "kernels", packed: bool = True, out: Tensor | None = None) -> Given:
     """x [r, k] of any strides and float dtype. key: of its noise, for stochastic rounding; signs: of its rotation; either may be a
     row of kernels.nvfp4_reference.drawn, on x's device; most: see blocks.nvfp4. whole: also codes, scales and what was rounded,
-    which only some ask for. by: see QUANTISERS. packed: of kernels in float32, as codes; else as codes times inner scales."""
+    which only some ask for. by: see QUANTISERS. packed: of kernels in float32, as codes; else as codes times inner scales. out:
+    where the values are to lie, of dtype `kept` and with contiguous rows."""
+    given = _quantised(x, operand, kept, key, signs, place, most, whole, by, packed, out)
+    if out is None or given.values is out:
+        return given
+    return replace(given, values=out.copy_(given.dense()))
+
+
+def _quantised(x: Tensor, operand: Operand, kept: torch.dtype, key: Keyed, signs: Keyed, place: Place | None,
+               most: Callable[[Tensor], Tensor], whole: bool, by: str, packed: bool, out: Tensor | None) -> Given:
+    """See `quantise`; in `out` only where kernels write it."""
     if operand.format == "none":
         return Given(x.to(kept))
     if operand.format in ROWS:
@@ -125,7 +136,11 @@ def quantise(x: Tensor, operand: Operand, kept: torch.dtype, *, key: Keyed = Non
         found = _on(x.device, blocks.rows, x.to(torch.float32), operand.format)
         return Given(found.values, None, found.scale, x)
     if x.is_cuda and operand.fusible and not whole and by == "kernels" and in_pieces(place, key):
-        return fused(x, operand, kept, key, signs, place, most, packed)
+        return fused(x, operand, kept, key, signs, place, most, packed, out=out)
+    if x.is_cuda and operand == MXFP8 and not whole and by == "kernels":
+        from kernels.mxfp8 import rounded
+
+        return Given(rounded(x if x.dtype in WIDTHS else x.to(torch.float32), dtype=kept, out=out))
     if operand.fusible and not whole and by == "compiled" and operand.outer == 128 and kept != torch.float32:
         return Given(in_one(x, operand, kept, key, signs, place))
     k = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
@@ -164,7 +179,7 @@ def in_one(x: Tensor, operand: Operand, kept: torch.dtype, key: Keyed, signs: Ke
 
 
 def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: Keyed, signs: Keyed, place: Place | None,
-          most: Callable[[Tensor], Tensor], packed: bool = True, by: Any = None) -> Given:
+          most: Callable[[Tensor], Tensor], packed: bool = True, by: Any = None, out: Tensor | None = None) -> Given:
     """The same by the kernels of NVFP4, bit for bit: one pass over memory, one call a rectangle that lies in one piece in the
     unsharded tensor. In float32 alone is made what the products of that level read. by: kernels, or their references."""
     if by is None:
@@ -176,7 +191,7 @@ def fused(x: Tensor, operand: Operand, kept: torch.dtype, key: Keyed, signs: Key
     columns, rows = whole if key is None else (place.columns, place.rows)
     width = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
     if kept != torch.float32:
-        values = torch.empty(len(x), width, dtype=kept, device=x.device)
+        values = torch.empty(len(x), width, dtype=kept, device=x.device) if out is None else out
         for row, r, first in rows:
             for at, n, start in columns:
                 end = width if at + n == x.shape[1] else at + n
