@@ -92,9 +92,10 @@ def test_the_score_is_the_sum_of_norms_over_training_forwards(recompute):
     assert torch.allclose(part.sites["layers.1.ffn.up"].score, sum(seen.values()), rtol=1e-5)
 
 
-def test_products_are_those_of_the_equations():
+@pytest.mark.parametrize("level", ["emulated", "slab"])
+def test_products_are_those_of_the_equations(level):
     """Y, dX and dW with retained channels, written out from quantised operands."""
-    case = case_of(compute="float32", rounding="nearest", hadamard="none")
+    case = case_of(compute="float32", rounding="nearest", hadamard="none", level=level)
     made, part = build(case)
     train(made, case, Mesh(), 3)
     recipe, layout = made.model.layout.precision, made.model.layout

@@ -10,6 +10,7 @@ from tetrajet_checks import free, given, noise, product, recipe, whole
 from kernels.nvfp4_reference import inner_values, largest_magnitude, nvfp4_rounded, slab_product
 from kernels.reference import nvfp4_quantize
 from suite.precision import level
+from suite.precision.level import LEVELS
 from suite.precision.level import product as product_at
 from suite.precision.linear import STACK, _backward
 from suite.precision.operand import Operand, Place, fused, in_pieces, quantise
@@ -230,6 +231,13 @@ def test_slabs_and_dense_products_agree(name):
     # the gradients' operands are requantised from values that differ by that rounding, and some draw the next code
     for a, b, limit in zip(dense, slabs, (0.005, 0.1, 0.1)):
         assert a.dtype == b.dtype and 0 < relative(a, b) < limit
+
+
+def test_scales_that_are_powers_of_two_are_exact_at_every_level():
+    x, w, dy = whole(200, 384, 256, torch.float32)
+    dense, slabs = (given(recipe("mxfp4", level=level, compute="float32"), x, w, dy, free(384, 256))[:3] for level in LEVELS[:2])
+    for a, b in zip(dense, slabs):
+        assert b.any() and relative(a, b) < 1e-6
 
 
 # options

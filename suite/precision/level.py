@@ -6,8 +6,9 @@
                of the contraction, and the two outer scales applied to each such sum
     native     block-scaled FP4 tensor cores: Blackwell only, refused elsewhere
 
-Time at the first two levels says nothing about FP4 hardware: it is `emulated`. E4M3 operands with a scale a row run on FP8 tensor
-cores where there are any (sm_89 and later); elsewhere their codes are multiplied in float32 and scaled afterwards.
+Operands whose scales are powers of two (MXFP4, MXFP8) are numbers that bfloat16 holds: at every level they are multiplied as these,
+with float32 sums. Time at the first two levels says nothing about FP4 hardware: it is `emulated`. E4M3 operands with a scale a row
+run on FP8 tensor cores where there are any (sm_89 and later); elsewhere their codes are multiplied in float32 and scaled after.
 """
 from __future__ import annotations
 
@@ -51,20 +52,29 @@ def product(level: str, a: Given, b: Given, dtype: torch.dtype, beside: tuple[Gi
     if a.by_rows:
         return _by_rows(a, b, dtype)
     if level != "emulated":
-        y = _exact(level, a, b)
-        return (y if beside is None else y + beside[0].values @ beside[1].values.t()).to(dtype)
+        y = _exact(level, a, b, dtype if beside is None else torch.float32)
+        return (y if beside is None else y + _numbers(*beside)).to(dtype)
     return (a.dense() @ b.dense().t()).to(dtype)
 
 
-def _exact(level: str, a: Given, b: Given) -> Tensor:
-    """By a kernel where both operands were made for one."""
+def _exact(level: str, a: Given, b: Given, dtype: torch.dtype) -> Tensor:
+    """By a kernel where both operands were made for one, of which the result's one rounding is then."""
     from kernels import nvfp4_product
 
     if a.packed is not None and b.packed is not None:
-        return {"slab": nvfp4_product.slab, "native": nvfp4_product.native}[level](a.packed, b.packed, torch.float32)
+        return {"slab": nvfp4_product.slab, "native": nvfp4_product.native}[level](a.packed, b.packed, dtype)
+    if a.inner is None and b.inner is None:
+        return _numbers(a, b)
     if all(one.inner is not None and one.inner.is_cuda and one.inner.dtype == torch.bfloat16 for one in (a, b)):
-        return nvfp4_product.slab_values(a.inner, a.outer, b.inner, b.outer, torch.float32)
+        return nvfp4_product.slab_values(a.inner, a.outer, b.inner, b.outer, dtype)
     return _slabs(a, b)
+
+
+def _numbers(a: Given, b: Given) -> Tensor:
+    """Of values that bfloat16 holds, in float32."""
+    if a.values.is_cuda:
+        return torch.mm(a.values.to(torch.bfloat16), b.values.to(torch.bfloat16).t(), out_dtype=torch.float32)
+    return a.values.to(torch.float32) @ b.values.to(torch.float32).t()
 
 
 def _slabs(a: Given, b: Given) -> Tensor:

@@ -160,7 +160,7 @@ def _forward(x: Tensor, w: Tensor, noise: Tensor, retained: Tensor | None, rest:
     a8, a, one = call.apart(1, x, call.tokens(t), retained, rest)
     b8, b, other = call.apart(2, w, call.outputs(), retained, rest)
     y = call.product(one, other, x.dtype, beside=(a8, b8))
-    if one.values is not None:
+    if call.recipe.level == "emulated":
         return y, *call.kept(one, other)
     return y, *(torch.cat(pair, 1) for pair in zip(call.kept(a8, b8), call.kept(a, b)))
 
