@@ -163,5 +163,11 @@ def test_a_trial_counts_what_the_runs_say(tmp_path, monkeypatch):
     missed = [row | {"alarms": ""} for row in rows if row["share"]]
     assert not trial.summary(missed)[0][1] and trial.summary([row | {"alarms": "a"} for row in missed])[0][1]
     assert not trial.summary([row | {"faults": "c"} for row in rows if not row["share"]])[0][1]
+    held = [rows[0], rows[2], rows[4]]
+    again = trial.trial(tmp_path, "cpu", (0.0, 0.15), "a", 3, (), dict.fromkeys(trial.HEADER[:4], "x"), told.append, held)
+    assert [(row["share"], row["run"]) for row in again] == [(0.0, 1), (0.15, 0), (0.15, 2)], "only what was not made"
+    for change in ({"torch": "y"}, {"device": "cuda"}, {"slowed": "b"}):
+        with pytest.raises(ValueError, match=f"the table holds runs of .*{next(iter(change.values()))}"):
+            trial.trial(tmp_path, "cpu", (0.15,), "a", 3, (), dict.fromkeys(trial.HEADER[:4], "x"), told.append, [rows[0] | change])
     with pytest.raises(ValueError, match="nosuch: not among the 3"):
         trial.trial(tmp_path, "cpu", (0.15,), "nosuch", 1, (), {}, told.append)

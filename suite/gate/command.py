@@ -84,7 +84,8 @@ def register(one_line: Callable) -> typer.Typer:
     @app.command()
     @one_line
     def trial(runs: int = 20, share: Shares = None, slow: Annotated[str | None, typer.Option(help="Which is made slower.")] = None,
-              only: Only = None, out: Annotated[Path | None, typer.Option(help="Its table.")] = None) -> None:
+              only: Only = None, out: Annotated[Path | None, typer.Option(help="Its table.")] = None,
+              resume: Annotated[bool, typer.Option(help="Go on where the table ends.")] = False) -> None:
         """Whether `ab` stays silent on a tree against itself and names a kernel made slower. Exit status 1 where not.
 
         The table of runs is results/gate/trial-DEVICE.csv unless --out says another."""
@@ -101,7 +102,9 @@ def register(one_line: Callable) -> typer.Typer:
         here, known = Machine.here(), versions()
         facts = {"machine": here.name, "processor": here.gpus[0].name if here.gpus else cpu_name(), "torch": known["torch"],
                  "triton": known["triton"]}
-        path, rows = out or record.RESULTS / "gate" / f"trial-{device}.csv", []
+        path = out or record.RESULTS / "gate" / f"trial-{device}.csv"
+        before = trials.load(path) if resume and path.exists() else []
+        rows = list(before)
 
         def told(row: Mapping[str, Any]) -> None:
             rows.append(row)
@@ -110,7 +113,7 @@ def register(one_line: Callable) -> typer.Typer:
                        f"{row['kernels']} without a verdict; faults: {row['faults'] or 'none'}; {row['seconds']:.0f} s")
 
         shares = share or trials.SHARES[device]
-        trials.trial(ROOT, device, shares, slow or trials.usual(device), runs, only or (), facts, told)
+        trials.trial(ROOT, device, shares, slow or trials.usual(device), runs, only or (), facts, told, before)
         said = trials.summary(rows)
         for text, _ in said:
             typer.echo(text)

@@ -2,6 +2,7 @@
 
     triaxis gate trial --runs 20                          A/A and +15 % on a CPU, A/A and +5 % on a GPU
     triaxis gate trial --runs 20 --share 0.07 --slow reference:NAME
+    triaxis gate trial --runs 20 --resume                 what an earlier one, cut short, has not made
 
 Each run is a whole `triaxis gate ab` over two folders, so that no git is needed: copies of this tree's sources, the second with
 suite/gate/slower.py in it. On a CPU each starts processes of its own, on a GPU every tenth. One row a run, kept as it ends:
@@ -59,18 +60,27 @@ def usual(device: str) -> str:
 
 
 def trial(tree: Path, device: str, shares: Sequence[float], slow: str, runs: int, only: Sequence[str],
-          facts: Mapping[str, Any], told: Callable[[Mapping[str, Any]], object]) -> list[dict[str, Any]]:
+          facts: Mapping[str, Any], told: Callable[[Mapping[str, Any]], object],
+          before: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
     """Rows in the order of the runs, each told as it ends. Raises ValueError where `slow` is not among what is timed.
 
-    facts: the first four of HEADER."""
+    facts: the first four of HEADER. before: rows of runs that need not be made again, of the same facts, else a ValueError."""
+    for row in before:
+        other = [f"{name} {row[name]}" for name in facts if row[name] != facts[name]]
+        if other or row["device"] != device or row["slowed"] not in ("", slow):
+            raise ValueError(f"the table holds runs of {', '.join(other) or row['device']}, {row['slowed'] or 'nothing'} slower")
     rows, together = [], TOGETHER[device]
+    made = {(row["share"], int(row["run"])) for row in before}
     with ExitStack() as outer:
         kept = _folder(outer)
         for share, first in product(shares, range(0, runs, together)):
+            left = [run for run in range(first, min(first + together, runs)) if (share, run) not in made]
+            if not left:
+                continue
             with ExitStack() as stack:
                 base, head = copy_of(tree, _folder(stack)), copy_of(tree, _folder(stack), slow if share else "", share)
-                begun, times = time.monotonic(), min(together, runs - first)
-                for run, findings in enumerate(rounds(base, head, device, only, times=times, kept=kept), first):
+                begun = time.monotonic()
+                for findings, run in zip(rounds(base, head, device, only, times=len(left), kept=kept), left, strict=True):
                     if share and slow not in {one.kernel for one in findings}:
                         raise ValueError(f"{slow}: not among the {len(findings)} that are timed")
                     seconds, begun = time.monotonic() - begun, time.monotonic()

@@ -252,4 +252,7 @@ def serve(device: str, largest: int) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(Path.cwd())  # the revision's own modules, not this file's neighbours
-    serve(sys.argv[1], int(sys.argv[2]))
+    try:
+        serve(sys.argv[1], int(sys.argv[2]))
+    except KeyboardInterrupt:  # whoever asked says what it means
+        sys.exit(130)
