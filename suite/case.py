@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from suite.options import AXES, Row
 
+PIECES = ("block", "collective", "quantize")
 RECORDED = ("ab", "loss", "speed")  # what is measured of steps, which a CUDA graph may hold
 ENTRY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")  # package.module:Name, a value from outside the suite
 
@@ -217,6 +218,11 @@ class Case(Row):
     def micro(self) -> int:
         """Sequences in one forward pass of one replica."""
         return self.data.micro or max(1, self.data.batch // self.mesh.dp)
+
+    @property
+    def reads(self) -> bool:
+        """Whether it takes text: what measures a piece makes its own tensors."""
+        return self.measure not in PIECES
 
     @property
     def gpus(self) -> int:

@@ -23,7 +23,8 @@ NAMES = ("ok1", "nan1", "oom1", "bug1", "kill1", "exit1", "hang1", "ok2", "ok3")
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    rows = [{"name": name} for name in NAMES] + [{"name": "okdata", "data": {"text": "missing.txt"}}]
+    rows = [{"name": name} for name in NAMES] + [{"name": "okdata", "data": {"text": "missing.txt"}},
+                                                {"name": "okpiece", "data": {"text": "missing.txt"}, "measure": "quantize"}]
     rows += [{"name": f"{name}-two", "mesh": {"tp": 2}} for name in ("ok", "kill", "slow")]
     rows += [{"name": "okgpu-two", "device": "cuda", "compile": False, "mesh": {"tp": 2}}]
     rows += [{"name": "oktimed", "device": "cuda", "compile": False, "measure": "speed"}]
@@ -151,6 +152,8 @@ def test_data_that_cannot_be_prepared_fail_only_their_cases(copy):
     status, _ = project.launch(copy, "okdata", "ok1")
     assert status == 0 and project.record(copy, "okdata")["reason"] == "data: missing.txt: no such file"
     assert project.record(copy, "ok1")["status"] == "ok"
+    status, _ = project.launch(copy, "okpiece")
+    assert status == 0 and project.record(copy, "okpiece")["status"] == "ok", "what makes its own tensors asks for no text"
 
 
 def test_a_gpu_case_over_two_machines_with_a_gpu_each(copy):
