@@ -8,12 +8,14 @@ read from memory once. Plain torch: kernels.reference.columns_taken.
 """
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import Launch
+from kernels.launch import Kept, Launch
 
 WIDE, ELEMENTS = 4096, 8192  # of a row, and of a program
 WARPS = 8
@@ -32,6 +34,11 @@ def taken_kernel(x, order, out, rows, columns, stride, pitch, across, ROWS: tl.c
         tl.store(out + row * pitch + column, tl.load(x + row * stride + source, mask=mask), mask=mask)
 
 
+@cache
+def _constants(count: int, block: int) -> Kept:
+    return Kept({"ROWS": count, "BLOCK": block})
+
+
 def taken_launch(x: Tensor, order: Tensor, out: Tensor) -> Launch:
     """out [r, k], its rows contiguous; x likewise."""
     rows, columns = out.shape
@@ -39,12 +46,12 @@ def taken_launch(x: Tensor, order: Tensor, out: Tensor) -> Launch:
     count, across = max(1, min(8, ELEMENTS // block)), triton.cdiv(columns, block)
     arguments = {"x": x, "order": order, "out": out, "rows": rows, "columns": columns, "stride": x.stride(0),
                  "pitch": out.stride(0), "across": across}
-    return Launch(taken_kernel, (triton.cdiv(rows, count) * across,), arguments, {"ROWS": count, "BLOCK": block}, WARPS)
+    return Launch(taken_kernel, (triton.cdiv(rows, count) * across,), arguments, _constants(count, block), WARPS)
 
 
 def taken(x: Tensor, order: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """x [r, n] bfloat16 or float32 with contiguous rows, order int64 [k] of columns of x -> [r, k]. out: where it is written,
-    given back; its rows are contiguous. Raises ValueError for what does not fit."""
+    """x [r, n] bfloat16 or float32 with contiguous rows, order int64 [k] of columns of x, 0 to n - 1 (not checked) -> [r, k]. out:
+    where it is written, given back; its rows are contiguous. Raises ValueError for what does not fit."""
     if x.dtype not in DTYPES or x.stride(1) != 1:
         raise ValueError(f"columns: {x.dtype} {tuple(x.shape)}: expected bfloat16 or float32 with contiguous rows")
     if order.dtype != torch.int64 or order.ndim != 1 or not order.is_contiguous():

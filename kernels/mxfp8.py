@@ -8,13 +8,15 @@ or columns contiguous, and written with contiguous rows. Plain torch: kernels.re
 """
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.float8 import from_code, to_code
-from kernels.launch import Launch
+from kernels.launch import Kept, Launch
 
 BLOCK = 32  # elements under a scale
 TILES = {True: (16, 128), False: (64, 64)}  # rows and columns of a program, where x has contiguous rows and where columns
@@ -55,15 +57,23 @@ def rounded_kernel(x, out, rows, columns, row_step, column_step, pitch, across, 
         tl.store(out + (r * pitch + c), found, mask=mask)
 
 
+BY_ARCH = {"HARDWARE": lambda arch: arch >= HARDWARE}
+
+
+@cache
+def _constants(along: bool, full: bool) -> Kept:
+    rows, columns = TILES[along]
+    return Kept({"ROWS": rows, "COLUMNS": columns, "FULL": full})
+
+
 def rounded_launch(x: Tensor, out: Tensor) -> Launch:
     """x, out [r, k]; one stride of x is 1, and out's rows are contiguous."""
     rows, columns = TILES[x.stride(1) == 1]
     across = triton.cdiv(x.shape[1], columns)
     arguments = {"x": x, "out": out, "rows": len(x), "columns": x.shape[1], "row_step": x.stride(0), "column_step": x.stride(1),
                  "pitch": out.stride(0), "across": across}
-    constants = {"ROWS": rows, "COLUMNS": columns, "FULL": len(x) % rows == x.shape[1] % columns == 0}
-    return Launch(rounded_kernel, (triton.cdiv(len(x), rows) * across,), arguments, constants, WARPS,
-                  {"HARDWARE": lambda arch: arch >= HARDWARE})
+    constants = _constants(x.stride(1) == 1, len(x) % rows == x.shape[1] % columns == 0)
+    return Launch(rounded_kernel, (triton.cdiv(len(x), rows) * across,), arguments, constants, WARPS, BY_ARCH)
 
 
 def rounded(x: Tensor, *, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:

@@ -32,6 +32,7 @@ from suite.weights import Member, Weights
 Card = Mapping[str, Any]
 PAD = 128
 FIRST = 2  # torch makes graphs of their own for the numbers 0 and 1
+OPEN = "L['layer_number']"  # what the compiler is to leave open
 
 
 def padded(vocab: int) -> int:
@@ -164,10 +165,11 @@ class Decoder:
             at = f"layers.{layer}."
             self.blocks.append({name.removeprefix(at): leaf for name, leaf in self.weights.leaves.items() if name.startswith(at)})
         self.ends = {name: leaf for name, leaf in self.weights.leaves.items() if not name.startswith("layers.")}
-        self._block = self._numbered
+        self._numbered = self.numbered
         if compile:
-            torch.compiler.config.dynamic_sources = "L['number']"
-            self._block = torch.compile(self._numbered, fullgraph=True)
+            config = torch.compiler.config
+            config.dynamic_sources = ",".join(dict.fromkeys([*filter(None, config.dynamic_sources.split(",")), OPEN]))
+            self._numbered = torch.compile(self.numbered, fullgraph=True)
 
     def attach(self, buffers: Mapping[str, Tensor]) -> None:
         """Tensors of parts by full name, which the products of their layer then find beside the weights."""
@@ -191,10 +193,14 @@ class Decoder:
         x = sublayer(x, layout.feed_forward(p, layer, noise, activate), keep, ends)
         return x, {name: t for name, t in p.items() if name.endswith(".latent")} if layout.factor.crosses else {}
 
-    def _numbered(self, p: Mapping[str, Tensor], x: Tensor, rope: tuple[Tensor, Tensor] | None, number: int, noise: Tensor,
-                  past: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """`block` of layer `number` - FIRST: a number that the compiler leaves open."""
-        return self.block(p, x, rope, number - FIRST, noise, past)
+    def numbered(self, p: Mapping[str, Tensor], x: Tensor, rope: tuple[Tensor, Tensor] | None, layer_number: int, noise: Tensor,
+                 past: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """`block` of layer `layer_number` - FIRST: what is compiled, once for all layers."""
+        return self.block(p, x, rope, layer_number - FIRST, noise, past)
+
+    def run(self, p: Mapping[str, Tensor], x: Tensor, layer: int, past: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """`block`, compiled where the model is."""
+        return self._numbered(p, x, self.rope, layer + FIRST, self.noise, past)
 
     def residual(self, ids: Tensor) -> Tensor:
         """ids [B, S] -> the residual stream after the last layer, as the layout keeps it."""
@@ -202,7 +208,7 @@ class Decoder:
         past: dict[str, Tensor] = {}
         again = LAYER[self.layout.recompute]
         for layer, p in enumerate(self.blocks):
-            x, past = again(self._block, p, x, self.rope, layer + FIRST, self.noise, past)
+            x, past = again(self.run, p, x, layer, past)
         return x
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:

@@ -109,25 +109,32 @@ def _numerics(case: Case) -> Iterator[set[str]]:
     Gives the operations that have no deterministic form and ran all the same."""
     matmul, filled = torch.backends.cuda.matmul, torch.utils.deterministic.fill_uninitialized_memory
     before, warned = matmul.allow_bf16_reduced_precision_reduction, set()
-    ordinary = warnings.showwarning
+    repeats = case.measure in ("loss", "codec")
+    always, attention = torch.is_warn_always_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
 
-    def show(message: Any, *rest: Any) -> None:
-        if "deterministic" in str(message):
-            warned.add(str(message).split(" ", 1)[0])
-        else:
-            ordinary(message, *rest)
-
-    torch.use_deterministic_algorithms(case.measure in ("loss", "codec"), warn_only=True)
+    torch.use_deterministic_algorithms(repeats, warn_only=True)
+    torch.set_warn_always(repeats)  # else torch warns once a process, and a later case of it would seem to repeat
+    torch.backends.cuda.enable_cudnn_sdp(attention and not repeats)  # its backward pass has no deterministic form
     matmul.allow_bf16_reduced_precision_reduction = False
     torch.utils.deterministic.fill_uninitialized_memory = False  # what reads memory that nobody wrote would not repeat: no cover
-    warnings.showwarning = show
     try:
-        yield warned
+        with warnings.catch_warnings():
+            ordinary = warnings.showwarning
+
+            def show(message: Any, *rest: Any) -> None:
+                if "deterministic" in str(message):
+                    warned.add(str(message).split(" ", 1)[0])
+                else:
+                    ordinary(message, *rest)
+
+            warnings.showwarning = show
+            yield warned
     finally:
-        warnings.showwarning = ordinary
         matmul.allow_bf16_reduced_precision_reduction = before
         torch.utils.deterministic.fill_uninitialized_memory = filled
         torch.use_deterministic_algorithms(False)
+        torch.set_warn_always(always)
+        torch.backends.cuda.enable_cudnn_sdp(attention)
 
 
 class _Curve:

@@ -169,5 +169,8 @@ def test_a_trial_counts_what_the_runs_say(tmp_path, monkeypatch):
     for change in ({"torch": "y"}, {"device": "cuda"}, {"slowed": "b"}):
         with pytest.raises(ValueError, match=f"the table holds runs of .*{next(iter(change.values()))}"):
             trial.trial(tmp_path, "cpu", (0.15,), "a", 3, (), dict.fromkeys(trial.HEADER[:4], "x"), told.append, [rows[0] | change])
+    with pytest.raises(ValueError, match="runs over 7 kernels, this one is over 3"):
+        other = [rows[0] | {"kernels": 7}]
+        trial.trial(tmp_path, "cpu", (0.0,), "a", 3, (), dict.fromkeys(trial.HEADER[:4], "x"), told.append, other)
     with pytest.raises(ValueError, match="nosuch: not among the 3"):
         trial.trial(tmp_path, "cpu", (0.15,), "nosuch", 1, (), {}, told.append)

@@ -8,6 +8,8 @@ from ranks import run_ranks
 from suite import plan
 from suite.case import Case, Comm
 from suite.measure import block, interleaved
+from suite.mesh import Mesh
+from suite.model import OPEN, Decoder
 from suite.record import CaseFailed, Metric, Record, write
 from suite.report import figures, panels, studies
 from suite.report.source import entries
@@ -155,6 +157,19 @@ def test_a_layer_is_taken_apart(layout, factor):
         assert counted[name].value == 1e3 * (1 + messages) / n, name
     for name, messages in (("block_comm_ms", forward), ("block_comm_backward_ms", backward), ("norm_ms", norm), ("gemm_ms_mlp", 0)):
         assert counted[name].value == 1e3 * (1 + messages), name
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_layer_that_is_taken_apart_is_the_first(compile, monkeypatch):
+    seen, inside = set(), Decoder.block
+    monkeypatch.setattr(Decoder, "block", lambda self, p, x, rope, layer, *rest: seen.add(str(layer)) or inside(
+        self, p, x, rope, layer, *rest))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    precision = {"name": "tetrajet", "out_start": 0, "out_steps": 1}  # scores inputs by the number of their layer
+    with torch.compiler.config.patch(dynamic_sources="L['theirs']"):
+        apart(Mesh(), {"model": "gpt-tiny", "measure": "block", "compile": compile, **SHAPE, "precision": precision}, True)
+        assert torch.compiler.config.dynamic_sources == "L['theirs']" + (f",{OPEN}" if compile else "")
+    assert seen == {"0"}
 
 
 def muted(mesh):

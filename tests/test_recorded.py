@@ -236,12 +236,16 @@ def test_a_step_that_cannot_be_recorded_is_refused(change, line):
         Case.model_validate(GRAPHED | change)
 
 
+BASE = {"name": "tetrajet", "out": 0, "osci": 0}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4", "mxfp4", {"name": "tetrajet", "out": 0, "osci": 0}], ids=str)
-def test_replayed_steps_are_the_eager_ones(precision):
-    """Losses and norms of eight steps, five of them replayed, of two models in turn, whose graphs share their memory. The
-    next test compiles its blocks."""
-    rows = [{"model": model, "device": "cuda", "measure": "speed", "precision": precision, "steps": 8, "compile": False,
+@pytest.mark.parametrize("precision, compile", [("bf16", False), ("fp8", False), ("nvfp4", False), ("mxfp4", False), (BASE, False),
+                                                ("bf16", True), (BASE, True)], ids=str)
+def test_replayed_steps_are_the_eager_ones(precision, compile):
+    """Losses and norms of eight steps, five of them replayed, of two models in turn, whose graphs share their memory."""
+    torch.compiler.reset()
+    rows = [{"model": model, "device": "cuda", "measure": "speed", "precision": precision, "steps": 8, "compile": compile,
              "data": {"text": "random", "seq": 128, "batch": 8, "micro": 4}} for model in ("gpt-tiny", "qwen-tiny")]
     found = []
     for graph in (False, True):

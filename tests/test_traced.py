@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from suite.assemble import assemble
 from suite.case import Case
 from suite.mesh import Group, Mesh
+from suite.model import FIRST, OPEN
 from suite.workload import load_all, models
 
 DEVICE = torch.device("cuda:0")
@@ -58,7 +59,9 @@ def fault(case: Case) -> str:
         x = torch.empty(shape, dtype=model.layout.precision.residual, device=DEVICE).requires_grad_()
         torch.compiler.reset()
         try:
-            torch.compile(model.block, fullgraph=True, backend=stop)(model.blocks[0], x, model.rope, 0, model.noise, {})
+            with torch.compiler.config.patch(dynamic_sources=OPEN):
+                block = torch.compile(model.numbered, fullgraph=True, backend=stop)
+                block(model.blocks[0], x, model.rope, FIRST, model.noise, {})
         except Exception as error:
             return "" if WHOLE in str(error) else str(error)
     return "nothing was compiled"

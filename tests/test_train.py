@@ -14,7 +14,7 @@ from suite.mesh import Mesh
 from suite.precision.plain import Plain
 from suite.record import CaseFailed
 from suite.seams import Spec
-from suite.train import execute
+from suite.train import _numerics, execute
 from suite.trainer import Trainer, rate
 
 TEXT = {"text": "random", "seq": 32, "batch": 4}
@@ -261,3 +261,18 @@ def test_tokens_that_do_not_divide_are_refused_before_training(words):
     odd = {**words, "seq": 33, "batch": 1}
     with pytest.raises(RankError, match="layout megatron-sp: 33 tokens of a micro-batch do not divide over 2 ranks"):
         run_ranks(run_rank, 2, small(data=odd, mesh={"tp": 2}, layout="megatron-sp").row(), "unused")
+
+
+def test_each_case_says_what_does_not_repeat():
+    """Of several in one process; torch and Python warn once where they can. Timed cases take any algorithm."""
+    def ran(measure):
+        with _numerics(Case(model="gpt-tiny", measure=measure)) as warned:
+            torch.zeros(4).put_(torch.tensor([1]), torch.ones(1))
+            attention = torch.backends.cuda.cudnn_sdp_enabled()
+        return warned, attention
+
+    usual, always = torch.backends.cuda.cudnn_sdp_enabled(), torch.is_warn_always_enabled()
+    assert usual
+    assert [ran("loss"), ran("speed"), ran("loss")] == [({"put_"}, False), (set(), True), ({"put_"}, False)]
+    assert torch.backends.cuda.cudnn_sdp_enabled() == usual and torch.is_warn_always_enabled() == always
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -2,7 +2,7 @@
 
     triaxis gate trial --runs 20                          A/A and +15 % on a CPU, A/A and +5 % on a GPU
     triaxis gate trial --runs 20 --share 0.07 --slow reference:NAME
-    triaxis gate trial --runs 20 --resume                 what an earlier one, cut short, has not made
+    triaxis gate trial --runs 20 --resume                 what an earlier one of the same tree, cut short, has not made
 
 Each run is a whole `triaxis gate ab` over two folders, so that no git is needed: copies of this tree's sources, the second with
 suite/gate/slower.py in it. On a CPU each starts processes of its own, on a GPU every tenth. One row a run, kept as it ends:
@@ -66,7 +66,7 @@ def trial(tree: Path, device: str, shares: Sequence[float], slow: str, runs: int
 
     facts: the first four of HEADER. before: rows of runs that need not be made again, of the same facts, else a ValueError."""
     for row in before:
-        other = [f"{name} {row[name]}" for name in facts if row[name] != facts[name]]
+        other = [f"{name} {row[name]}" for name in facts if row[name] != str(facts[name] or "")]
         if other or row["device"] != device or row["slowed"] not in ("", slow):
             raise ValueError(f"the table holds runs of {', '.join(other) or row['device']}, {row['slowed'] or 'nothing'} slower")
     rows, together = [], TOGETHER[device]
@@ -84,6 +84,9 @@ def trial(tree: Path, device: str, shares: Sequence[float], slow: str, runs: int
                     if share and slow not in {one.kernel for one in findings}:
                         raise ValueError(f"{slow}: not among the {len(findings)} that are timed")
                     seconds, begun = time.monotonic() - begun, time.monotonic()
+                    if before and len(findings) != before[0]["kernels"]:
+                        known = before[0]["kernels"]
+                        raise ValueError(f"the table holds runs over {known} kernels, this one is over {len(findings)}")
                     rows.append({**facts, "device": device, "share": share, "slowed": slow if share else "", "run": run,
                                  **_row(findings, head), "seconds": round(seconds, 1)})
                     told(rows[-1])

@@ -54,7 +54,7 @@ def study(case: Case, mesh: Mesh, outcome: Any) -> None:
     x.requires_grad_()
 
     def forward() -> Tensor:
-        return model._block(model.blocks[0], x, model.rope, 0, model.noise, {})[0]
+        return model.run(model.blocks[0], x, 0, {})[0]
 
     def train() -> None:
         forward().backward(gradient)

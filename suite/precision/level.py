@@ -71,8 +71,8 @@ def _exact(level: str, a: Given, b: Given, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(a: Given, b: Given) -> Tensor:
-    """Of values that bfloat16 holds, in float32."""
-    if a.values.is_cuda:
+    """Of values without inner scales, summed in float32; on tensor cores where bfloat16 holds them."""
+    if a.narrow and b.narrow and a.values.is_cuda:
         return torch.mm(a.values.to(torch.bfloat16), b.values.to(torch.bfloat16).t(), out_dtype=torch.float32)
     return a.values.to(torch.float32) @ b.values.to(torch.float32).t()
 
@@ -102,5 +102,5 @@ def _by_rows(a: Given, b: Given, dtype: torch.dtype) -> Tensor:
         # operands of a backward product are made of transposed tensors, and may lie as these do
         y = torch._scaled_mm(a.values.contiguous(), codes.contiguous().view(b.values.dtype).t(), scale_a=a.scales.contiguous(),
                              scale_b=scales.t().contiguous(), out_dtype=dtype)
-        return y[:, :n]
+        return y[:, :n].contiguous()
     return ((a.values.to(torch.float32) @ b.values.to(torch.float32).t()) * (a.scales * b.scales.t())).to(dtype)

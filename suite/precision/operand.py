@@ -60,7 +60,8 @@ class Given:
     their own dtype, with a scale a row.
     codes, scales: of every element, float32 [r, k]; before: what was rounded, rotated where it is. These only where asked for.
     inner [r, K], outer [r, K / 128]: codes times inner scales, float32 or bfloat16, and outer scales, K whole blocks (nvfp4);
-    columns: of K those with data; packed: the same as the kernels hold it."""
+    columns: of K those with data; packed: the same as the kernels hold it. narrow: values have so few bits, and scales that are
+    powers of two, that bfloat16 holds them."""
 
     values: Tensor | None
     codes: Tensor | None = None
@@ -70,6 +71,7 @@ class Given:
     outer: Tensor | None = None
     packed: Quantized | None = None
     columns: int | None = None
+    narrow: bool = False
 
     @property
     def by_rows(self) -> bool:
@@ -137,10 +139,10 @@ def _quantised(x: Tensor, operand: Operand, kept: torch.dtype, key: Keyed, signs
         return Given(found.values, None, found.scale, x)
     if x.is_cuda and operand.fusible and not whole and by == "kernels" and in_pieces(place, key):
         return fused(x, operand, kept, key, signs, place, most, packed, out=out)
-    if x.is_cuda and operand == MXFP8 and not whole and by == "kernels":
+    if x.is_cuda and operand == MXFP8 and not whole and by == "kernels" and kept in WIDTHS:
         from kernels.mxfp8 import rounded
 
-        return Given(rounded(x if x.dtype in WIDTHS else x.to(torch.float32), dtype=kept, out=out))
+        return Given(rounded(x if x.dtype in WIDTHS else x.to(torch.float32), dtype=kept, out=out), narrow=True)
     if operand.fusible and not whole and by == "compiled" and operand.outer == 128 and kept != torch.float32:
         return Given(in_one(x, operand, kept, key, signs, place))
     k = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
@@ -160,7 +162,7 @@ def _quantised(x: Tensor, operand: Operand, kept: torch.dtype, key: Keyed, signs
     else:
         found = on(x.device, blocks.mxfp8, x)
     values = found.values.view(x.shape)[:, :k].to(kept)
-    given = Given(values)
+    given = Given(values, narrow=found.inner is None)
     if found.inner is not None:
         outer = found.outer.expand(len(x), padded // 128, 1, 1).reshape(len(x), -1)
         given = Given(values, inner=found.inner.view(x.shape), outer=outer)
