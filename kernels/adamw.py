@@ -22,11 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import DTYPES
 from kernels.launch import Launch
 
 BLOCK = 1024
 WARPS = 4
-DTYPES = (torch.bfloat16, torch.float32)
 
 
 @triton.jit

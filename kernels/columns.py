@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import DTYPES
 from kernels.launch import Kept, Launch
 
 WIDE, ELEMENTS = 4096, 8192  # of a row, and of a program
 WARPS = 8
-DTYPES = (torch.bfloat16, torch.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import DTYPES
 from kernels.launch import Launch
 
 BLOCK = 4096  # columns a turn
 WARPS = 8
-DTYPES = (torch.bfloat16, torch.float32)
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 

@@ -26,8 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import grouped_reference
+from kernels.float8 import E4M3_FROM
 from kernels.launch import Kept, Launch
-from kernels.taco import HARDWARE, MODES, TILE, WARPS, WIDEST, _by_arch, _grid, _halves, _numbers, _transform, matrix
+from kernels.taco import MODES, TILE, WARPS, WIDEST, _by_arch, _grid, _halves, _numbers, _transform, matrix
 from kernels.taco_reference import FORMATS, Format, checked, nbytes
 from kernels.taco_tile import butterflies, placed, put, summand, transformed, write
 from kernels.wires import slot
@@ -154,7 +155,7 @@ def exchanging(sent: int, received: int, n: int, peers: int, dtype: torch.dtype,
         "TOP": top, "TOP_CODE": numbers.top, "CHANCE": chance})
     by_arch = _by_arch(groups, group, whole, write_product or read_product, peers if received == 1 else 1, True)
     rows = by_arch["ROWS"]  # below sm_89 codes made in integer arithmetic leave registers for half a tile
-    by_arch |= {"ROWS": lambda arch: max(1, rows(arch) // (2 if 0 < arch < HARDWARE else 1))}
+    by_arch |= {"ROWS": lambda arch: max(1, rows(arch) // (2 if 0 < arch < E4M3_FROM else 1))}
     programs = min(_grid(groups, group, 1, device, PER_PROCESSOR)[0], WIDTH)
     rounds = min(ROUNDS, max(1, groups * group // (programs * ROUND * TILE)))
     return (programs,), constants, by_arch, encoder, decoder, groups, rounds

@@ -15,16 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.float8 import from_code, to_code
+from kernels import DTYPES
+from kernels.float8 import E4M3_FROM, from_code, to_code
 from kernels.launch import Kept, Launch
+from kernels.nvfp4_reference import SMALLEST, TOP_SCALE
 
-BLOCK = 32  # elements under a scale
+BLOCK = tl.constexpr(32)  # elements under a scale
 TILES = {True: (16, 128), False: (64, 64)}  # rows and columns of a program, where x has contiguous rows and where columns
 WARPS = 4
-TOP = tl.constexpr(448.0)
-LOWEST = tl.constexpr(2.0**-126)
-HARDWARE = 89  # the architecture from which E4M3 is converted by an instruction
-DTYPES = (torch.bfloat16, torch.float32)
+TOP, LOWEST = tl.constexpr(TOP_SCALE), tl.constexpr(SMALLEST)
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
@@ -38,7 +37,7 @@ def rounded_kernel(x, out, rows, columns, row_step, column_step, pitch, across, 
     else:
         mask = (r < rows) & (c < columns)
         v = tl.load(here, mask=mask, other=0.0)
-    v = tl.reshape(v.to(tl.float32), (ROWS, COLUMNS // 32, 32))
+    v = tl.reshape(v.to(tl.float32), (ROWS, COLUMNS // BLOCK, BLOCK))
     # the order of magnitudes is that of their bits, NaN above all
     most = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
     good = most < 0x7F800000
@@ -57,7 +56,7 @@ def rounded_kernel(x, out, rows, columns, row_step, column_step, pitch, across, 
         tl.store(out + (r * pitch + c), found, mask=mask)
 
 
-BY_ARCH = {"HARDWARE": lambda arch: arch >= HARDWARE}
+BY_ARCH = {"HARDWARE": lambda arch: arch >= E4M3_FROM}
 
 
 @cache

@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.float8 import from_code
+from kernels import DTYPES
+from kernels.float8 import E4M3_FROM, from_code
 from kernels.launch import Kept, Launch
 from kernels.nvfp4_reference import INNER, OUTER, TOP_CODE, TOP_SCALE, Keyed, Quantized, checked, sign_bits
 from kernels.nvfp4_tile import (
@@ -48,8 +49,6 @@ from kernels.philox import halves
 TURNS = 4  # tiles of a program, below one another
 BLOCKS, BESIDE, WARPS = 256, 32, 4  # a tile: blocks of 16, or rows of a transposed operand
 ROWS = 16  # of a program that dequantises
-HARDWARE = 89  # the architecture from which E4M3 is converted by an instruction
-DTYPES = (torch.bfloat16, torch.float32)
 
 
 @triton.jit
@@ -245,7 +244,7 @@ def _plan(rows: int, columns: int, along: bool, again: bool, itemsize: int, even
         "A": a, "B": b, "TURNS": turns, "ALONG": along, "AGAIN": again, "ROTATED": rotated, "TALL": tall, "TENSOR": tensor,
         "SEARCH": search, "APART": apart, "CHANCE": chance, "MARGIN": margin < 1.0, "ALL": top, "PART": 1.0 / top, "SIX": six,
         "SIXTH": 1.0 / six, "WIDTH": 16 // itemsize, "FULL": full, "PAIRS": full and along and itemsize == 2 and even})
-    by_arch = {"HARDWARE": lambda arch: arch >= HARDWARE, "FUSED": lambda arch: arch > 0}
+    by_arch = {"HARDWARE": lambda arch: arch >= E4M3_FROM, "FUSED": lambda arch: arch > 0}
     return (triton.cdiv(rows, here * turns) * across,), across, constants, by_arch
 
 

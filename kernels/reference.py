@@ -63,14 +63,23 @@ def columns_taken(x: Tensor, order: Tensor, *, out: Tensor | None = None) -> Ten
     return x[:, order] if out is None else out.copy_(x[:, order])
 
 
+def power_above(x: Tensor) -> Tensor:
+    """The smallest power of two that is at least x, float32, of normal numbers."""
+    bits = x.clamp(min=2.0**-126).view(torch.int32)
+    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., 32] float32 -> (E4M3 codes as numbers, scales [..., 1], NaN where x is not finite)."""
+    amax = x.abs().amax(-1, keepdim=True)
+    scale = torch.where(torch.isfinite(amax), power_above(amax / 448.0), torch.nan)
+    # clamped: torch 2.11 gives NaN above 464
+    return (x / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(torch.float32), scale
+
+
 def mxfp8_rounded(x: Tensor, *, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """See kernels.mxfp8.rounded."""
-    v = torch.nn.functional.pad(x.to(torch.float32), (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
-    amax = v.abs().amax(-1, keepdim=True)
-    bits = (amax / 448.0).clamp(min=2.0**-126).view(torch.int32)
-    scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-    scale = torch.where(torch.isfinite(amax), scale, torch.nan)
-    codes = (v / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(torch.float32)
+    codes, scale = mxfp8(torch.nn.functional.pad(x.to(torch.float32), (0, -x.shape[1] % 32)).unflatten(1, (-1, 32)))
     found = (codes * scale).flatten(1)[:, :x.shape[1]]
     return found.to(dtype) if out is None else out.copy_(found)
 

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.float8 import from_code
+from kernels.float8 import E4M3_FROM, from_code
 from kernels.launch import Kept, Launch
 from kernels.philox import halves
 from kernels.taco_reference import FORMATS, Format, checked, groups_of, nbytes
@@ -54,7 +54,6 @@ STAGES = 3  # tiles under way
 PER_PROCESSOR, PER_PROCESSOR_READ, PER_PROCESSOR_PLAIN = 2, 3, 4  # programs a multiprocessor: encode, decode, no H
 MANY = 4  # stripes from which a sum takes small tiles: as many loads are under way
 WIDEST = 128  # of the matrix in a product
-HARDWARE = 89  # the architecture from which E4M3 is converted by an instruction
 MODES = {"lean": 0, "paper": 1, "coarse": 2, "quotient": 3}  # the last one: kernels/grouped.py
 
 
@@ -179,7 +178,7 @@ def _by_arch(groups: int, group: int, whole: bool, product: bool = False, stripe
     def stages(arch: int) -> int:
         return 2 if product and (stripes > 2 or (group > WIDEST and not fold(arch))) else STAGES
 
-    return {"HARDWARE": lambda arch: arch >= HARDWARE, "ROWS": rows, "STAGES": stages, "FOLD": fold,
+    return {"HARDWARE": lambda arch: arch >= E4M3_FROM, "ROWS": rows, "STAGES": stages, "FOLD": fold,
             "FULL": lambda arch: whole and groups % rows(arch) == 0}
 
 

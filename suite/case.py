@@ -220,7 +220,7 @@ class Case(Row):
         return self.data.micro or max(1, self.data.batch // self.mesh.dp)
 
     @property
-    def reads(self) -> bool:
+    def reads_text(self) -> bool:
         """Whether it takes text: what measures a piece makes its own tensors."""
         return self.measure not in PIECES
 

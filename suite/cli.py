@@ -270,7 +270,7 @@ def prepare(name: Name = None, size: Size = None) -> None:
     for row in _chosen(name, _planned(size=size)):
         case = row.expanded.case
         what = (case.data.text, case.data.tokenizer, case.data.batch if case.data.text == "random" else None)
-        if row.runs and case.reads and what not in seen:
+        if row.runs and case.reads_text and what not in seen:
             seen.add(what)
             made = make(case.data, workload.models()[case.model]["vocab"])
             typer.echo(f"{case.data.text}, tokenizer {case.data.tokenizer}: vocabulary {made.vocab_size}")

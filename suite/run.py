@@ -170,7 +170,7 @@ class _Run:
         told: dict[str, str | None] = {}
         ready = []
         for one in pending:
-            if not cases[one].reads:
+            if not cases[one].reads_text:
                 ready.append(one)
                 continue
             data, vocab = cases[one].data, models()[cases[one].model]["vocab"]

@@ -22,8 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels import reference
 from kernels.nvfp4_reference import rotate
 from kernels.philox import philox
+from kernels.reference import power_above
 
 Segment = tuple[int, int, int]  # first element here, how many, first in the unsharded tensor
 LOWEST = 2.0**-126  # float32's smallest normal number, a floor of scales
@@ -112,12 +114,6 @@ def dequantised(x: Tensor, turn: Tensor | None, key: Tensor | None, rows: Sequen
     return nvfp4(x, u, margin, 128, block, lambda amax: amax).values.view(x.shape)[:, :k].to(dtype)
 
 
-def _power(x: Tensor) -> Tensor:
-    """The smallest power of two that is at least x, of normal numbers."""
-    bits = x.clamp(min=LOWEST).view(torch.int32)
-    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-
-
 def mxfp4(x: Tensor, u: Tensor | None, clips: bool) -> Blocks:
     """x [r, k], k a multiple of 32. clips: OCP's scale, under which up to 8 is cut to 6."""
     x = x.view(len(x), -1, 32)
@@ -125,7 +121,7 @@ def mxfp4(x: Tensor, u: Tensor | None, clips: bool) -> Blocks:
     if clips:
         scale = (amax.clamp(min=4 * LOWEST).view(torch.int32) & 0x7F800000).view(torch.float32) / 4
     else:
-        scale = _power(amax / 6.0)
+        scale = power_above(amax / 6.0)
     scale = torch.where(torch.isfinite(amax), scale, torch.nan)
     codes = e2m1(x / scale, None if u is None else u.view(x.shape))
     return Blocks(codes * scale, codes, scale)
@@ -133,10 +129,7 @@ def mxfp4(x: Tensor, u: Tensor | None, clips: bool) -> Blocks:
 
 def mxfp8(x: Tensor) -> Blocks:
     """x [r, k], k a multiple of 32; to nearest."""
-    x = x.view(len(x), -1, 32)
-    amax = x.abs().amax(-1, keepdim=True)
-    scale = torch.where(torch.isfinite(amax), _power(amax / 448.0), torch.nan)
-    codes = _e4m3(x / scale).to(torch.float32)
+    codes, scale = reference.mxfp8(x.view(len(x), -1, 32))
     return Blocks(codes * scale, codes, scale)
 
 

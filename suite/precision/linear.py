@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kernels import DTYPES
 from kernels.nvfp4_reference import Keyed
 from suite.comm.wire import Wire, wire_of
 from suite.opaque import opaque
 from suite.precision.draws import Draw
 from suite.precision.level import product
-from suite.precision.operand import MXFP8, WIDTHS, Given, Operand, Place, quantise
+from suite.precision.operand import MXFP8, Given, Operand, Place, quantise
 from suite.seams import Site
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class Call:
 
 def taken(x: Tensor, order: Tensor) -> Tensor:
     """x[:, order]"""
-    if not x.is_cuda or x.dtype not in WIDTHS or x.stride(1) != 1:
+    if not x.is_cuda or x.dtype not in DTYPES or x.stride(1) != 1:
         return x[:, order]
     from kernels import columns
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import DTYPES
 from kernels.nvfp4_reference import Keyed, Quantized, factors, key_of, rotate
 from suite.precision import blocks
 from suite.precision.blocks import Segment
@@ -21,7 +22,6 @@ ROWS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # how operands are made on a GPU: by NVFP4's kernels where there are any; by the plain-torch reference, compiled; by it as it is
 QUANTISERS = ("kernels", "compiled", "eager")
 VARIANTS = 64  # compiled of a function of suite/precision/blocks.py: by format, layout and where keys lie
-WIDTHS = (torch.bfloat16, torch.float32)  # that kernels read
 BLOCK = {"nvfp4": 128, "mxfp4": 32, "mxfp8": 32}  # columns to which an operand is padded
 
 
@@ -139,10 +139,10 @@ def _quantised(x: Tensor, operand: Operand, kept: torch.dtype, key: Keyed, signs
         return Given(found.values, None, found.scale, x)
     if x.is_cuda and operand.fusible and not whole and by == "kernels" and in_pieces(place, key):
         return fused(x, operand, kept, key, signs, place, most, packed, out=out)
-    if x.is_cuda and operand == MXFP8 and not whole and by == "kernels" and kept in WIDTHS:
+    if x.is_cuda and operand == MXFP8 and not whole and by == "kernels" and kept in DTYPES:
         from kernels.mxfp8 import rounded
 
-        return Given(rounded(x if x.dtype in WIDTHS else x.to(torch.float32), dtype=kept, out=out), narrow=True)
+        return Given(rounded(x if x.dtype in DTYPES else x.to(torch.float32), dtype=kept, out=out), narrow=True)
     if operand.fusible and not whole and by == "compiled" and operand.outer == 128 and kept != torch.float32:
         return Given(in_one(x, operand, kept, key, signs, place))
     k = x.shape[1] + (-x.shape[1] % 16 if operand.hadamard else 0)
