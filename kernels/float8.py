@@ -35,6 +35,19 @@ def to_code(v, BITS: tl.constexpr, LOWEST: tl.constexpr, HARDWARE: tl.constexpr)
 
 
 @triton.jit
+def to_code_apart(v, HARDWARE: tl.constexpr):
+    """As `to_code` of E4M3, but int32, each code in a register of its own: for codes that are worked on. Of two that one instruction
+    converts, the assembler of CUDA 12.8 takes the upper one from a register's former content where they are parted and joined again
+    (sm_89, sm_90; `kernels.sass.stale` sees it)."""
+    if HARDWARE:
+        code = tl.inline_asm_elementwise(
+            "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, 0f00000000, $1; cvt.u32.u16 $0, t; }", "=r,f", [v], tl.int32, True, 1)
+    else:
+        code = to_code(v, 3, -6, HARDWARE).to(tl.int32)
+    return code
+
+
+@triton.jit
 def to_code_by_chance(v, word, BITS: tl.constexpr, LOWEST: tl.constexpr):
     """As `to_code`, rounded up with the probability of the distance from the code below. word: 32 random bits."""
     bits = v.to(tl.int32, bitcast=True)

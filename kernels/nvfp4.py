@@ -183,7 +183,7 @@ def quantize_kernel(x, scale, over, peak, codes, inner, outer, out, drawn, signs
                 inside = (down < left) & (column + at < tiles * 128)
                 place = down * (tiles * 16) + at // 8
                 if not APART:
-                    two = words(z, n, p, good, CHANCE, FUSED)
+                    two = words(v, n, p, good, CHANCE, FUSED)
                     tl.store(codes + (head * 16 + column // 8) + place[:, :, None] + tl.arange(0, 2)[None, None, :], two,
                              mask=inside[:, :, None])
                     tl.store(inner + (head * 8 + column // 16) + place // 2, code.to(tl.uint8), mask=inside)

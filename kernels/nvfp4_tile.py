@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.float8 import from_code, to_code
+from kernels.float8 import from_code, to_code_apart
 from kernels.nvfp4_reference import SMALL, SMALLEST, TOP_SCALE
 
 _SMALL, _SMALLEST, _TOP_SCALE = tl.constexpr(SMALL), tl.constexpr(SMALLEST), tl.constexpr(TOP_SCALE)
@@ -185,7 +185,7 @@ def scales(bits, most, ALL: tl.constexpr, PART: tl.constexpr, SIX: tl.constexpr,
     else:
         t = tl.div_rn(amax, o)
     t = tl.minimum(over(t, SIX, SIXTH, FUSED), _TOP_SCALE)
-    code = to_code(t, 3, -6, HARDWARE).to(tl.int32)
+    code = to_code_apart(t, HARDWARE)
     if MARGIN:
         # a subnormal number is its code in steps of 2^-9
         shifted = t * 512.0 + MAGIC
@@ -305,19 +305,19 @@ def _nibbles(code, sign, FIRST: tl.constexpr, CHANCE: tl.constexpr, FUSED: tl.co
 
 
 @triton.jit
-def words(z, n, p, good, CHANCE: tl.constexpr, FUSED: tl.constexpr):
-    """Codes of a block in two words, [A, B, 2], element 0 in the lowest bits. n, p: what `by_chance` gave and its noise, or what
-    `nearest` gave."""
+def words(v, n, p, good, CHANCE: tl.constexpr, FUSED: tl.constexpr):
+    """Codes of a block in two words, [A, B, 2], element 0 in the lowest bits. v: what is quantised, whose sign a code takes, since
+    the quotient's is lost in `divided` where it is 0; n, p: what `by_chance` gave and its noise, or what `nearest` gave."""
     code, sign = (), ()
     for i in tl.static_range(16):
         if CHANCE:
             # sign and code in the highest byte
-            code = code + ((((n[i] << 2) + p[i]) & 0x7FFFFFFF) | (n[i] & -2147483648),)
+            code = code + ((((n[i] << 2) + p[i]) & 0x7FFFFFFF) | (v[i].to(tl.int32, bitcast=True) & -2147483648),)
         else:
             # code - 5 in the lowest three bits: those of the nearest multiple, and twice the exponent
             t = n[i].to(tl.int32, bitcast=True)
             code = code + ((t >> 22) + t,)
-            sign = sign + (z[i].to(tl.int32, bitcast=True),)
+            sign = sign + (v[i].to(tl.int32, bitcast=True),)
     first = _nibbles(code, sign, 0, CHANCE, FUSED) | _nibbles(code, sign, 1, CHANCE, FUSED) << 4
     second = _nibbles(code, sign, 8, CHANCE, FUSED) | _nibbles(code, sign, 9, CHANCE, FUSED) << 4
     return tl.join(tl.where(good, first, 0), tl.where(good, second, 0))
@@ -325,14 +325,14 @@ def words(z, n, p, good, CHANCE: tl.constexpr, FUSED: tl.constexpr):
 
 @triton.jit
 def values(z, n, p, s, o, type: tl.constexpr, CHANCE: tl.constexpr):
-    """What 16 codes stand for, [A, B, 16]; arguments as of `words`."""
+    """What 16 codes stand for, [A, B, 16], of quotients z; n, p as of `words`. The sign of a 0 is not the element's."""
     found = ()
     for i in tl.static_range(16):
         if CHANCE:
-            v = (n[i] + (p[i] >> 2) & VALUE).to(tl.float32, bitcast=True) * (s * UP) * (o * REST)
+            y = (n[i] + (p[i] >> 2) & VALUE).to(tl.float32, bitcast=True) * (s * UP) * (o * REST)
         else:
-            v = tl.fma(p[i], tl.full(s.shape, -HALF_MAGIC, tl.float32), n[i])
-            bits = v.to(tl.int32, bitcast=True) | (z[i].to(tl.int32, bitcast=True) & -2147483648)
-            v = bits.to(tl.float32, bitcast=True) * s * o
-        found = found + (v.to(type),)
+            y = tl.fma(p[i], tl.full(s.shape, -HALF_MAGIC, tl.float32), n[i])
+            bits = y.to(tl.int32, bitcast=True) | (z[i].to(tl.int32, bitcast=True) & -2147483648)
+            y = bits.to(tl.float32, bitcast=True) * s * o
+        found = found + (y.to(type),)
     return joined(found)

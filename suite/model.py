@@ -169,7 +169,7 @@ class Decoder:
         if compile:
             config = torch.compiler.config
             config.dynamic_sources = ",".join(dict.fromkeys([*filter(None, config.dynamic_sources.split(",")), OPEN]))
-            self._numbered = torch.compile(self.numbered, fullgraph=True)
+            self._numbered = torch.compile(self.numbered, fullgraph=True, dynamic=False)
 
     def attach(self, buffers: Mapping[str, Tensor]) -> None:
         """Tensors of parts by full name, which the products of their layer then find beside the weights."""
