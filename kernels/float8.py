@@ -36,8 +36,8 @@ def to_code(v, BITS: tl.constexpr, LOWEST: tl.constexpr, HARDWARE: tl.constexpr)
 
 @triton.jit
 def to_code_apart(v, HARDWARE: tl.constexpr):
-    """As `to_code` of E4M3, but int32, each code in a register of its own: for codes that are worked on. Of two that one instruction
-    converts, the assembler of CUDA 12.8 takes the upper one from a register's former content where they are parted and joined again
+    """As `to_code` of E4M3, but int32, each code in a register of its own: for codes that are worked on. Where the two codes of one
+    instruction are parted and joined again, the assembler of CUDA 12.8 takes the upper one from a register's former content
     (sm_89, sm_90; `kernels.sass.stale` sees it)."""
     if HARDWARE:
         code = tl.inline_asm_elementwise(

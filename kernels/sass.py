@@ -51,6 +51,23 @@ def disassembled(codes: Sequence[bytes], arch: int) -> list[list[str]]:
     return [[next(rest) for _ in range(len(one) // SIZE)] for one in codes]
 
 
+def stale(instructions: Sequence[str]) -> int:
+    """How many conversions to 8 bits merge a register's former content instead of their own result.
+
+    `F2FP..MERGE_C d, a, b, c` leaves two new codes in the lower half of d and c's lower half above them. Where the two codes of one
+    conversion are parted and joined again (code, code >> 8), ptxas of CUDA 12.8 takes the instruction's own d for c, shifted before
+    it is written (sm_89 and sm_90): the upper code is what the register held. A right use has another conversion's result for c."""
+    found, written = 0, {}
+    for line in instructions:
+        word, _, rest = re.sub(r"^@!?U?P\w+\s+", "", line.strip()).partition(" ")
+        registers = [one.strip().removesuffix(".reuse") for one in rest.split(",")]
+        if word.startswith("F2FP") and word.endswith("MERGE_C"):
+            found += written.get(registers[-1], "").startswith("SHF.R")
+        if not word.startswith(("ST", "RED", "BRA")):
+            written[registers[0]] = word
+    return found
+
+
 def resources(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of local memory) a thread. Our kernels have no local arrays, so that local memory is spills."""
     text = _tool("cuobjdump", cubin, "--dump-resource-usage")

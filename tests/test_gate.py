@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from typer.testing import CliRunner
 
+from kernels import sass
 from kernels.launch import Launch
 from kernels.registry import ENTRIES
 from suite import cli
@@ -68,6 +69,28 @@ def test_each_fault_of_a_kernel_is_worse():
     for new in (made(times=1), made(double=True), made(step=3)):
         assert verdict(plain, new).verdict == WORSE
     assert verdict(plain, plain).verdict == FINE
+
+
+@triton.jit
+def parted(x, y, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    code = tl.maximum(tl.load(x + place).to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32), 1)
+    tl.store(y + place, code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32))
+
+
+def test_a_conversion_that_takes_a_stale_register_is_a_fault():
+    """Codes of one conversion, parted and joined again: seen on an H200 to give every second one what the register held before."""
+    x = torch.empty(1 << 20, device="meta")
+    for arch in (89, 90):
+        found = resources.resources(Launch(parted, (2048,), {"x": x, "y": x}, {"BLOCK": 512}), arch)
+        assert "conversions to 8 bits take a stale register" in found["fault"]
+        assert verdict(found, found).verdict == FAULT and resources.merged([made(), found]) == found
+        assert budget.compare({"triton": "1", "sm_90": {}}, {"triton": "1", "sm_90": {"k": found}})[0].verdict == FAULT
+    own = ["F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R5, R4, RZ", "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R6, R7, R6, R4"]
+    assert sass.stale(own) == 0
+    wrong = ["SHF.R.U32.HI R54, RZ, 0x8, R41", "FMNMX R41, R63, 448, PT",
+             "@P1 F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R41, R52, R41, R54"]
+    assert sass.stale(wrong) == sass.stale([*wrong, *own]) == 1 and sass.stale([*wrong[:1], "MOV R54, R3", *wrong[1:]]) == 0
 
 
 @pytest.mark.parametrize("name, change, word", [

@@ -230,12 +230,12 @@ def test_compiled_block_equals_eager_and_serves_all_layers():
     """Of each model: the shapes of a second one are no variables."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for models, name in enumerate(("gpt-tiny", "qwen-tiny"), 1):
+    for graphs, name in enumerate(("gpt-tiny", "qwen-tiny"), 1):
         loss, want = gradients(decoder(name, 1000), 1000)
         compiled_loss, got = gradients(decoder(name, 1000, compile=True), 1000)
         assert compiled_loss.item() == pytest.approx(loss.item(), rel=1e-6)
         check_close(got, want)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == models
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "qwen-tiny", "olmo2-tiny"])

@@ -5,7 +5,8 @@
 Worse is: more spills, float64 or local memory, shared memory, traffic, launches or passes; fewer warps resident; a smaller share
 of wide accesses; registers or instructions by more than a tenth; what compiled no longer does. The rest that differs is
 `changed`. The compiler is deterministic, the assembler of sm_100 where its addresses are (`kernels.sass.steady`): where they cannot
-be, digests of code are left empty and not compared. Another Triton gives other code: `rebaseline`.
+be, digests of code are left empty and not compared. Another Triton gives other code: `rebaseline`. Code that the assembler got
+wrong (`kernels.sass.stale`) is a fault, whatever the file says.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any
 from kernels.entry import Entry
 from kernels.launch import Launch
 from kernels.sass import code as machine_code
-from kernels.sass import disassembled
+from kernels.sass import disassembled, stale
 
 # compute capability -> (warps, blocks, bytes of shared memory) of a multiprocessor
 LIMITS = {80: (64, 32, 164 << 10), 86: (48, 16, 100 << 10), 89: (48, 24, 100 << 10), 90: (64, 32, 228 << 10),
@@ -64,12 +64,14 @@ def compiled(launch: Launch, arch: int) -> tuple[dict[str, Any], bytes | None]:
             "code": hashlib.sha256(code).hexdigest()[:12]}, code
 
 
-def counted(instructions: Sequence[str]) -> dict[str, int]:
-    """The quantities that count instructions."""
+def counted(instructions: Sequence[str]) -> dict[str, Any]:
+    """The quantities that count instructions, and a `fault` where the assembler's code is wrong."""
     lines = [re.sub(r"^@!?U?P\w+\s+", "", line.strip()) for line in instructions]
     words = [line.split()[0] for line in lines if not line.startswith("NOP")]
     accesses = [word for word in words if GLOBAL.match(word)]
-    return {"instructions": len(words), "global": len(accesses), "wide": sum(1 for word in accesses if WIDE.search(word)),
+    wrong = stale(lines)
+    fault = {"fault": f"{wrong} conversions to 8 bits take a stale register (kernels.sass.stale)"} if wrong else {}
+    return fault | {"instructions": len(words), "global": len(accesses), "wide": sum(1 for word in accesses if WIDE.search(word)),
             "double": sum(1 for word in words if DOUBLE.search(word)), "local": sum(1 for word in words if LOCAL.match(word))}
 
 
@@ -101,7 +103,7 @@ def _size(rest: str) -> tuple[int, float]:
 def merged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of a call with several launches: the worst of what a kernel holds, the sum of what kernels do."""
     for row in rows:
-        if "refused" in row:
+        if "refused" in row or "fault" in row:
             return row
     if len(rows) == 1:
         return dict(rows[0])
