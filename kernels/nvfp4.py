@@ -48,6 +48,7 @@ from kernels.philox import halves
 
 TURNS = 4  # tiles of a program, below one another
 BLOCKS, BESIDE, WARPS = 256, 32, 4  # a tile: blocks of 16, or rows of a transposed operand
+VALUES, VALUE_WARPS = 64, 2  # a tile along rows, where values are written: others load while one stores
 ROWS = 16  # of a program that dequantises
 
 
@@ -227,13 +228,14 @@ def _rounded(number: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _plan(rows: int, columns: int, along: bool, again: bool, itemsize: int, even: bool, margin: float, tall: bool, tensor: bool,
-          search: bool, apart: bool, chance: bool, rotated: bool) -> tuple:
-    """(programs, programs side by side, constants, those of an architecture): the same for every operand of a shape."""
+def _plan(rows: int, columns: int, blocks: int, along: bool, again: bool, itemsize: int, even: bool, margin: float, tall: bool,
+          tensor: bool, search: bool, apart: bool, chance: bool, rotated: bool) -> tuple:
+    """(programs, programs side by side, constants, those of an architecture): the same for every operand of a shape. blocks: of a
+    tile along rows."""
     tiles = triton.cdiv(columns, OUTER)
     if along:
-        b = 8 * min(tiles & -tiles, 1 if tall else BLOCKS // 8)
-        a, here, wide = BLOCKS // b, BLOCKS // b, 16 * b
+        b = 8 * min(tiles & -tiles, 1 if tall else blocks // 8)
+        a, here, wide = blocks // b, blocks // b, 16 * b
     else:
         a, b, here, wide = 8, BESIDE, BESIDE, OUTER
     six, top = (_rounded(margin * number) for number in (TOP_CODE, TOP_SCALE * TOP_CODE))
@@ -259,8 +261,9 @@ def quantize_launch(x: Tensor | Quantized, codes: Tensor | None = None, inner: T
     along = not again and x.stride(1) == 1
     even = along and x.stride(0) % 2 == 0 and (x.storage_offset() * 2 if x.is_meta else x.data_ptr()) % 4 == 0
     size = 4 if again else x.element_size()
-    grid, across, constants, by_arch = _plan(rows, columns, along, again, size, even, margin, block > 1, peak is not None, search,
-                                             out is not None and outer is not None, noise is not None, signs is not None)
+    blocks, warps = (VALUES, VALUE_WARPS) if along and out is not None and block == 1 else (BLOCKS, WARPS)
+    grid, across, constants, by_arch = _plan(rows, columns, blocks, along, again, size, even, margin, block > 1, peak is not None,
+                                             search, out is not None and outer is not None, noise is not None, signs is not None)
     arguments = {"x": x.codes if again else x, "scale": x.inner.view(torch.uint8) if again else None,
                  "over": x.outer if again else None, "peak": peak, "codes": None if codes is None else codes.view(torch.int32),
                  "inner": inner, "outer": outer, "out": out, **_chance(noise, signs),
@@ -269,7 +272,7 @@ def quantize_launch(x: Tensor | Quantized, codes: Tensor | None = None, inner: T
                  "stride": x.codes.shape[1] if again else x.stride(0 if along else 1),
                  **(_steps(x) if again else {"scale_row": 0, "over_row": 0, "over_column": 0}),
                  "tiles": triton.cdiv(columns, OUTER), "across": across}
-    return Launch(quantize_kernel, grid, arguments, constants, WARPS, by_arch)
+    return Launch(quantize_kernel, grid, arguments, constants, warps, by_arch)
 
 
 def dequantize_launch(q: Quantized, out: Tensor) -> Launch:
