@@ -230,8 +230,7 @@ def _rounded(number: float) -> float:
 @lru_cache(maxsize=4096)
 def _plan(rows: int, columns: int, blocks: int, along: bool, again: bool, itemsize: int, even: bool, margin: float, tall: bool,
           tensor: bool, search: bool, apart: bool, chance: bool, rotated: bool) -> tuple:
-    """(programs, programs side by side, constants, those of an architecture): the same for every operand of a shape. blocks: of a
-    tile along rows."""
+    """(programs, how many side by side, constants, those of an architecture) of every operand of a shape; blocks: of a tile."""
     tiles = triton.cdiv(columns, OUTER)
     if along:
         b = 8 * min(tiles & -tiles, 1 if tall else blocks // 8)

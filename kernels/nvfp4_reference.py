@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.philox import MASK, halves, philox
+from kernels.reference import over
 
 INNER, OUTER = 16, 128
 LANES = 8  # elements that one Philox call serves
@@ -100,9 +101,9 @@ def nvfp4_quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, ou
     else:
         top = (_peak(amax) if peak is None else peak.to(torch.float32)).reshape(1, 1)
     finite = torch.isfinite(top)
-    o = torch.where(top == 0, 1.0, _over(top, TOP_SCALE * TOP_CODE * margin).clamp(min=SMALLEST))
+    o = torch.where(top == 0, 1.0, over(top, TOP_SCALE * TOP_CODE * margin).clamp(min=SMALLEST))
     o = torch.where(finite, o, 1.0)
-    t = _over(torch.where(finite[..., None], amax, 0.0) / o[..., None], TOP_CODE * margin)
+    t = over(torch.where(finite[..., None], amax, 0.0) / o[..., None], TOP_CODE * margin)
     s = t.clamp(max=TOP_SCALE).to(torch.float8_e4m3fn).view(torch.uint8)
     if margin < 1.0:
         # a subnormal number is its code in steps of 2^-9
@@ -168,11 +169,6 @@ def fits(a: Quantized, b: Quantized) -> None:
     """Raises ValueError where two operands have no common contraction."""
     if a.codes.shape[1] != b.codes.shape[1] or a.columns != b.columns:
         raise ValueError(f"nvfp4: contraction of {a.columns} columns against {b.columns}")
-
-
-def _over(x: Tensor, number: float) -> Tensor:
-    """Rounded once: torch multiplies by the reciprocal of a plain number on a GPU."""
-    return x / torch.full((1,), number, dtype=torch.float32, device=x.device)
 
 
 def _peak(amax: Tensor) -> Tensor:

@@ -63,6 +63,13 @@ def columns_taken(x: Tensor, order: Tensor, *, out: Tensor | None = None) -> Ten
     return x[:, order] if out is None else out.copy_(x[:, order])
 
 
+def over(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """a / b, correctly rounded on every device: with a number in it, torch multiplies by a reciprocal on a GPU. Scales are made by
+    it, whose bits are compared."""
+    like = a if isinstance(a, Tensor) else b
+    return torch.div(*(v if isinstance(v, Tensor) else like.new_full((), v) for v in (a, b)))
+
+
 def power_above(x: Tensor) -> Tensor:
     """The smallest power of two that is at least x, float32, of normal numbers."""
     bits = x.clamp(min=2.0**-126).view(torch.int32)
@@ -72,7 +79,7 @@ def power_above(x: Tensor) -> Tensor:
 def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., 32] float32 -> (E4M3 codes as numbers, scales [..., 1], NaN where x is not finite)."""
     amax = x.abs().amax(-1, keepdim=True)
-    scale = torch.where(torch.isfinite(amax), power_above(amax / 448.0), torch.nan)
+    scale = torch.where(torch.isfinite(amax), power_above(over(amax, 448.0)), torch.nan)
     # clamped: torch 2.11 gives NaN above 464
     return (x / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(torch.float32), scale
 

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.philox import philox
+from kernels.reference import over
 
 GROUPS = (32, 64, 128, 256, 512)
 MODES = ("lean", "paper", "coarse")
@@ -153,12 +154,6 @@ def _factors(x: Tensor, mode: str, alpha: bool, top: float) -> tuple[Tensor | No
     spread = ((x * power[..., None]).square().sum(-1) / x.shape[-1]).sqrt()
     spread = torch.where(spread == 0, 1.0, spread)
     return power * over(top, spread), over(spread, top) / power
-
-
-def over(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """a / b, correctly rounded on every device: with a number in it, torch multiplies by a reciprocal on a GPU."""
-    like = a if isinstance(a, Tensor) else b
-    return torch.div(*(v if isinstance(v, Tensor) else torch.full_like(like, v) for v in (a, b)))
 
 
 def _written(y: Tensor, sent: Tensor | None, mode: str, format: str, top: float, noise: int | None, out: Tensor | None,

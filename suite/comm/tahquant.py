@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.reference import over
 from suite.comm.grouped import Grouped
 from suite.comm.route import Route
 
@@ -32,7 +33,7 @@ class TahQuant(Grouped):
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """float32 [..., g, group] -> codes uint8 [..., g, group / 2], (s, low) [..., g, 2]."""
         low, high = x.amin(-1), x.amax(-1)
-        step = high / STEPS - low / STEPS
+        step = over(high, STEPS) - over(low, STEPS)
         step = torch.where(torch.isfinite(step), step, torch.nan)
         unit = torch.where(step > 0, step, torch.inf)[..., None]
         y = torch.where(torch.isfinite(x), (x / unit - low[..., None] / unit), 0.0).round().clamp(0.0, STEPS).to(torch.uint8)

@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.nvfp4_reference import rotate
 from kernels.philox import philox
-from kernels.reference import power_above
+from kernels.reference import over, power_above
 
 Segment = tuple[int, int, int]  # first element here, how many, first in the unsharded tensor
 LOWEST = 2.0**-126  # float32's smallest normal number, a floor of scales
@@ -90,9 +90,9 @@ def nvfp4(x: Tensor, u: Tensor | None, margin: bool, outer: int | str, block: in
         amax = tall.unflatten(0, (-1, block)).amax(1).repeat_interleave(block, 0)[:r]
     top = amax.amax(-1, keepdim=True) if outer == 128 else most(amax.amax()).expand(1, 1, 1)
     # 1 for zeros; a block of subnormal numbers keeps a scale that the next division can use
-    o = torch.where(top == 0, 1.0, (top / (2688.0 * m)).clamp(min=LOWEST))
+    o = torch.where(top == 0, 1.0, over(top, 2688.0 * m).clamp(min=LOWEST))
     o = torch.where(torch.isfinite(top), o, torch.nan)
-    t = amax / o / (6.0 * m)
+    t = over(amax / o, 6.0 * m)
     s = _e4m3(t).to(torch.float32)
     if margin:
         s = torch.where(t < SMALL, (t * 512.0).ceil() / 512.0, s)
@@ -121,7 +121,7 @@ def mxfp4(x: Tensor, u: Tensor | None, clips: bool) -> Blocks:
     if clips:
         scale = (amax.clamp(min=4 * LOWEST).view(torch.int32) & 0x7F800000).view(torch.float32) / 4
     else:
-        scale = power_above(amax / 6.0)
+        scale = power_above(over(amax, 6.0))
     scale = torch.where(torch.isfinite(amax), scale, torch.nan)
     codes = e2m1(x / scale, None if u is None else u.view(x.shape))
     return Blocks(codes * scale, codes, scale)
@@ -137,7 +137,7 @@ def rows(x: Tensor, format: str) -> Blocks:
     """One scale a row; codes in the 8-bit dtype itself."""
     top, dtype = {"e4m3": (448.0, torch.float8_e4m3fn), "e5m2": (57344.0, torch.float8_e5m2)}[format]
     amax = x.abs().amax(1, keepdim=True)
-    scale = torch.where(amax == 0, 1.0, (amax / top).clamp(min=LOWEST))
+    scale = torch.where(amax == 0, 1.0, over(amax, top).clamp(min=LOWEST))
     scale = torch.where(torch.isfinite(amax), scale, torch.nan)
     codes = (x / scale).clamp(-top, top).to(dtype)
     return Blocks(codes, codes, scale)
