@@ -48,7 +48,7 @@ from kernels.philox import halves
 
 TURNS = 4  # tiles of a program, below one another
 BLOCKS, BESIDE, WARPS = 256, 32, 4  # a tile: blocks of 16, or rows of a transposed operand
-VALUES, VALUE_WARPS = 64, 2  # a tile along rows, where values are written: others load while one stores
+VALUE_BLOCKS, VALUE_WARPS = 64, 2  # a tile along rows, where values are written: others load while one stores
 ROWS = 16  # of a program that dequantises
 
 
@@ -184,7 +184,7 @@ def quantize_kernel(x, scale, over, peak, codes, inner, outer, out, drawn, signs
                 inside = (down < left) & (column + at < tiles * 128)
                 place = down * (tiles * 16) + at // 8
                 if not APART:
-                    two = words(v, n, p, good, CHANCE, FUSED)
+                    two = words(z, n, p, good, CHANCE, FUSED)
                     tl.store(codes + (head * 16 + column // 8) + place[:, :, None] + tl.arange(0, 2)[None, None, :], two,
                              mask=inside[:, :, None])
                     tl.store(inner + (head * 8 + column // 16) + place // 2, code.to(tl.uint8), mask=inside)
@@ -260,7 +260,7 @@ def quantize_launch(x: Tensor | Quantized, codes: Tensor | None = None, inner: T
     along = not again and x.stride(1) == 1
     even = along and x.stride(0) % 2 == 0 and (x.storage_offset() * 2 if x.is_meta else x.data_ptr()) % 4 == 0
     size = 4 if again else x.element_size()
-    blocks, warps = (VALUES, VALUE_WARPS) if along and out is not None and block == 1 else (BLOCKS, WARPS)
+    blocks, warps = (VALUE_BLOCKS, VALUE_WARPS) if along and out is not None and block == 1 else (BLOCKS, WARPS)
     grid, across, constants, by_arch = _plan(rows, columns, blocks, along, again, size, even, margin, block > 1, peak is not None,
                                              search, out is not None and outer is not None, noise is not None, signs is not None)
     arguments = {"x": x.codes if again else x, "scale": x.inner.view(torch.uint8) if again else None,

@@ -3,11 +3,12 @@
 Rotation, largest magnitudes of a block, codes and packing stay within a thread; 8 threads share an outer scale. The formulas
 stand in kernels/nvfp4_reference.py, the kernels in kernels/nvfp4.py. What costs a division an element is one a block:
 
-    r = 1 / d, rounded once         e = 1 - r d         l = e r (1 + e)         z = x r + x l        products fused into sums
+    r = 1 / d, rounded down         e = 1 - r d         l = e r (1 + e), up         z = x r + x l        products fused into sums
 
 which falls to the same code as x / d rounded once, whatever the divisor (tests/test_nvfp4_kernels.py goes through E2M1's decision
-edges); by chance, a last bit of z that differs shows once in 2^40 elements. x and d are multiplied by a power of two before where
-r or l would leave float32's normal numbers. The interpreter has no fused sum: it divides.
+edges); by chance, a last bit of z that differs shows once in 2^40 elements. Both terms have the sign of x, which a z of 0 keeps. x
+and d are multiplied by a power of two before where r or l would leave float32's normal numbers. The interpreter has no fused sum,
+it divides.
 
 Codes are read off float32's bits. z · 2^-126 moves E2M1's smallest exponent onto float32's: the bits are then the code and 22 bits
 of fraction, sign apart, on which rounding by chance is an integer sum. To nearest, adding 1.5 · 2^23 steps leaves the multiple of
@@ -156,14 +157,15 @@ def over(x, NUMBER: tl.constexpr, INVERSE: tl.constexpr, FUSED: tl.constexpr):
 
 @triton.jit
 def inverse(d):
-    """(1 / d rounded once, what is missing from it), of a d between 2^-100 and 2^100."""
+    """(1 / d rounded down, what is missing from it rounded up), of a d between 2^-100 and 2^100."""
     # the approximation and the step by which rcp.rn makes it the rounded one, without its detour for other exponents
     one = tl.full(d.shape, 1.0, tl.float32)
     near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], tl.float32, True, 1)
-    r = tl.fma(near, tl.fma(near, d * -1.0, one), near)
+    part = tl.fma(near, d * -1.0, one)
+    r = tl.inline_asm_elementwise("fma.rm.f32 $0, $1, $2, $1;", "=f,f,f", [near, part], tl.float32, True, 1)
     rest = tl.fma(r, d * -1.0, one)
-    low = rest * r
-    return r, tl.fma(low, rest, low)
+    low = tl.inline_asm_elementwise("fma.rp.f32 $0, $1, $2, $1;", "=f,f,f", [rest * r, rest], tl.float32, True, 1)
+    return r, tl.maximum(low, 0.0)
 
 
 @triton.jit
@@ -305,19 +307,19 @@ def _nibbles(code, sign, FIRST: tl.constexpr, CHANCE: tl.constexpr, FUSED: tl.co
 
 
 @triton.jit
-def words(v, n, p, good, CHANCE: tl.constexpr, FUSED: tl.constexpr):
-    """Codes of a block in two words, [A, B, 2], element 0 in the lowest bits. v: what is quantised, whose sign a code takes, since
-    the quotient's is lost in `divided` where it is 0; n, p: what `by_chance` gave and its noise, or what `nearest` gave."""
+def words(z, n, p, good, CHANCE: tl.constexpr, FUSED: tl.constexpr):
+    """Codes of a block in two words, [A, B, 2], element 0 in the lowest bits. n, p: what `by_chance` gave and its noise, or what
+    `nearest` gave."""
     code, sign = (), ()
     for i in tl.static_range(16):
         if CHANCE:
             # sign and code in the highest byte
-            code = code + ((((n[i] << 2) + p[i]) & 0x7FFFFFFF) | (v[i].to(tl.int32, bitcast=True) & -2147483648),)
+            code = code + ((((n[i] << 2) + p[i]) & 0x7FFFFFFF) | (n[i] & -2147483648),)
         else:
             # code - 5 in the lowest three bits: those of the nearest multiple, and twice the exponent
             t = n[i].to(tl.int32, bitcast=True)
             code = code + ((t >> 22) + t,)
-            sign = sign + (v[i].to(tl.int32, bitcast=True),)
+            sign = sign + (z[i].to(tl.int32, bitcast=True),)
     first = _nibbles(code, sign, 0, CHANCE, FUSED) | _nibbles(code, sign, 1, CHANCE, FUSED) << 4
     second = _nibbles(code, sign, 8, CHANCE, FUSED) | _nibbles(code, sign, 9, CHANCE, FUSED) << 4
     return tl.join(tl.where(good, first, 0), tl.where(good, second, 0))
@@ -325,14 +327,14 @@ def words(v, n, p, good, CHANCE: tl.constexpr, FUSED: tl.constexpr):
 
 @triton.jit
 def values(z, n, p, s, o, type: tl.constexpr, CHANCE: tl.constexpr):
-    """What 16 codes stand for, [A, B, 16], of quotients z; n, p as of `words`. The sign of a 0 is not the element's."""
+    """What 16 codes stand for, [A, B, 16]; arguments as of `words`."""
     found = ()
     for i in tl.static_range(16):
         if CHANCE:
-            y = (n[i] + (p[i] >> 2) & VALUE).to(tl.float32, bitcast=True) * (s * UP) * (o * REST)
+            v = (n[i] + (p[i] >> 2) & VALUE).to(tl.float32, bitcast=True) * (s * UP) * (o * REST)
         else:
-            y = tl.fma(p[i], tl.full(s.shape, -HALF_MAGIC, tl.float32), n[i])
-            bits = y.to(tl.int32, bitcast=True) | (z[i].to(tl.int32, bitcast=True) & -2147483648)
-            y = bits.to(tl.float32, bitcast=True) * s * o
-        found = found + (y.to(type),)
+            v = tl.fma(p[i], tl.full(s.shape, -HALF_MAGIC, tl.float32), n[i])
+            bits = v.to(tl.int32, bitcast=True) | (z[i].to(tl.int32, bitcast=True) & -2147483648)
+            v = bits.to(tl.float32, bitcast=True) * s * o
+        found = found + (v.to(type),)
     return joined(found)

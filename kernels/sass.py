@@ -51,15 +51,20 @@ def disassembled(codes: Sequence[bytes], arch: int) -> list[list[str]]:
     return [[next(rest) for _ in range(len(one) // SIZE)] for one in codes]
 
 
+def bare(instruction: str) -> str:
+    """Without the predicate that it stands under."""
+    return re.sub(r"^@!?U?P\w+\s+", "", instruction.strip())
+
+
 def stale(instructions: Sequence[str]) -> int:
-    """How many conversions to 8 bits merge a register's former content instead of their own result.
+    """How many conversions to 8 bits, of `bare` instructions, merge a register's former content instead of their own result.
 
     `F2FP..MERGE_C d, a, b, c` leaves two new codes in the lower half of d and c's lower half above them. Where the two codes of one
     conversion are parted and joined again (code, code >> 8), ptxas of CUDA 12.8 takes the instruction's own d for c, shifted before
     it is written (sm_89 and sm_90): the upper code is what the register held. A right use has another conversion's result for c."""
     found, written = 0, {}
     for line in instructions:
-        word, _, rest = re.sub(r"^@!?U?P\w+\s+", "", line.strip()).partition(" ")
+        word, _, rest = line.partition(" ")
         registers = [one.strip().removesuffix(".reuse") for one in rest.split(",")]
         if word.startswith("F2FP") and word.endswith("MERGE_C"):
             found += written.get(registers[-1], "").startswith("SHF.R")

@@ -169,6 +169,7 @@ class Decoder:
         if compile:
             config = torch.compiler.config
             config.dynamic_sources = ",".join(dict.fromkeys([*filter(None, config.dynamic_sources.split(",")), OPEN]))
+            # static: shapes of another model in this process become no variables
             self._numbered = torch.compile(self.numbered, fullgraph=True, dynamic=False)
 
     def attach(self, buffers: Mapping[str, Tensor]) -> None:

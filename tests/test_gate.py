@@ -89,7 +89,7 @@ def test_a_conversion_that_takes_a_stale_register_is_a_fault():
     own = ["F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R4, R5, R4, RZ", "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R6, R7, R6, R4"]
     assert sass.stale(own) == 0
     wrong = ["SHF.R.U32.HI R54, RZ, 0x8, R41", "FMNMX R41, R63, 448, PT",
-             "@P1 F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R41, R52, R41, R54"]
+             sass.bare("@!P1 F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R41, R52, R41, R54 ")]
     assert sass.stale(wrong) == sass.stale([*wrong, *own]) == 1 and sass.stale([*wrong[:1], "MOV R54, R3", *wrong[1:]]) == 0
 
 

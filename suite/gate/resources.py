@@ -20,8 +20,8 @@ from typing import Any
 
 from kernels.entry import Entry
 from kernels.launch import Launch
+from kernels.sass import bare, disassembled, stale
 from kernels.sass import code as machine_code
-from kernels.sass import disassembled, stale
 
 # compute capability -> (warps, blocks, bytes of shared memory) of a multiprocessor
 LIMITS = {80: (64, 32, 164 << 10), 86: (48, 16, 100 << 10), 89: (48, 24, 100 << 10), 90: (64, 32, 228 << 10),
@@ -66,7 +66,7 @@ def compiled(launch: Launch, arch: int) -> tuple[dict[str, Any], bytes | None]:
 
 def counted(instructions: Sequence[str]) -> dict[str, Any]:
     """The quantities that count instructions, and a `fault` where the assembler's code is wrong."""
-    lines = [re.sub(r"^@!?U?P\w+\s+", "", line.strip()) for line in instructions]
+    lines = [bare(line) for line in instructions]
     words = [line.split()[0] for line in lines if not line.startswith("NOP")]
     accesses = [word for word in words if GLOBAL.match(word)]
     wrong = stale(lines)
