@@ -126,8 +126,8 @@ def scoreboard(results: Path, name: str, file: Path, workloads: Mapping[str, Wor
     where = machines([e.record for e in mine if e.record]) or "hardware not recorded"
     failures = sum(e.status == "failed" for e in mine)
     head = f"**{name}**: {where}. {len(mine)} records, {failures} failed.\n\n"
-    short = brief.table(mine, claims.defined(workloads))
-    head += f"{short}\n" if short else ""
+    short = brief.table(mine, claims.defined(workloads)), brief.loss_table(mine)
+    head += "".join(f"{table}\n" for table in short if table)
     if not rows:
         return head + "It answers no claim yet.\n"
     return head + markdown(("claim", "statement", "aim", "ours", "kind", "verdict", "rerun"), (
