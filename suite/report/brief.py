@@ -1,11 +1,11 @@
 """In short, for who must decide: how many times faster each method was seen to be, by the link between the GPUs, and how far
 from bf16's loss each of them trained.
 
-A cell of the first table holds the least and the largest number over models and layouts, and of how many cases there are a number:
-`1.24 to 1.67 (2 of 4)`; `not measured` where there is none. Numbers are those of one reference, compared as claims are
-(suite/report/claims.py). A row of the second is a method over its seeds (suite/report/losses.py): its gap to the same-seed bf16 run,
-beside how far bf16's own seeds lie apart; and how it stands to the other FP4 recipe, with the smallest difference that the runs could
-have shown (suite/report/gaps.py).
+A cell of the first table holds the least and the largest number over models and layouts, and of how many cases there are a
+number: `1.24 to 1.67 (2 of 4)`; `not measured` where there is none. Numbers are those of one reference, compared as claims are
+(suite/report/claims.py). A row of the second is a method over its seeds (suite/report/losses.py): its gap to the same-seed bf16
+run, beside how far bf16's own seeds lie apart; and how it stands to the other FP4 recipe, with the smallest difference that the
+runs could have shown (suite/report/gaps.py).
 """
 from __future__ import annotations
 
