@@ -55,13 +55,15 @@ class Kept(dict):
     __eq__ = object.__eq__
 
 
-_compiled: dict[tuple, Any] = {}  # (kernel, kept constants, warps, grid, device, what Triton specialises on) -> how it is launched
+# (kernel, kept constants, warps, registers, grid, device, what Triton specialises on) -> how it is launched
+_compiled: dict[tuple, Any] = {}
 
 
 @dataclass(frozen=True)
 class Launch:
     """arguments: tensors, numbers or None (left out of the kernel), by name; constants: its tl.constexpr, and those of
-    `by_arch`, functions of the architecture (0 in the interpreter)."""
+    `by_arch`, functions of the architecture (0 in the interpreter). registers: that a thread may hold, so that more programs
+    run at once; the assembler decides where it is None."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -69,6 +71,7 @@ class Launch:
     constants: Mapping[str, Any]
     warps: int = 4
     by_arch: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
+    registers: int | None = None
 
     def run(self) -> None:
         """Triton's launcher looks at every argument anew, which costs the host more than a short kernel takes. With kept constants
@@ -78,7 +81,7 @@ class Launch:
             self._first(self.constants_at(arch))
             return
         # an address in place of a tensor: Triton's launcher would ask for it, and the driver whether it is the device's
-        given, place = [], [self.kernel, self.constants, self.warps, self.grid, torch.cuda.current_device()]
+        given, place = [], [self.kernel, self.constants, self.warps, self.registers, self.grid, torch.cuda.current_device()]
         for value in self.arguments.values():
             if isinstance(value, Tensor):
                 place.append(value.dtype)
@@ -107,7 +110,8 @@ class Launch:
         launch(*values)
 
     def _first(self, constants: Mapping[str, Any]) -> Any:
-        return self.kernel[self.grid](**self.arguments, **constants, num_warps=self.warps, enable_fp_fusion=False)
+        return self.kernel[self.grid](**self.arguments, **constants, num_warps=self.warps, maxnreg=self.registers,
+                                      enable_fp_fusion=False)
 
     def constants_at(self, arch: int) -> dict[str, Any]:
         """All of the kernel's tl.constexpr on an architecture."""
@@ -143,7 +147,8 @@ class Launch:
         types, constants, wide = self.signature(arch)
         attributes = {(self.kernel.arg_names.index(name),): [["tt.divisibility", ALIGNED]] for name in wide}
         source = ASTSource(self.kernel, types, constants, attributes)
-        made = triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": self.warps, "enable_fp_fusion": fusion})
+        options = {"num_warps": self.warps, "maxnreg": self.registers, "enable_fp_fusion": fusion}
+        made = triton.compile(source, GPUTarget("cuda", arch, 32), options)
         code = made.asm["cubin"]
         return Compiled(*sass.resources(code), made.metadata.shared, made.asm["ttir"], made.asm["ptx"], code, arch)
 

@@ -6,8 +6,8 @@
     requantize   codes, scales [r, k] -> those of the transpose [k, r], rotated where asked: what a forward product used, cut
                  along the other axis; no value in between crosses memory
 
-A program goes through TURNS tiles of whole outer blocks, below one another; a thread holds whole blocks of 16, and 8 threads an
-outer block (kernels/nvfp4_tile.py). It is instructions that bound these kernels, about 17 an element to nearest and 26 rotated and
+A program goes through some tiles of whole outer blocks, below one another; a thread holds whole blocks of 16, and 8 threads an
+outer block (kernels/nvfp4_tile.py). It is instructions that bound these kernels, about 18 an element to nearest and 25 rotated and
 by chance on sm_90 (tests count them), where a copy at full speed leaves time for 31. Results have the reference's bits on every
 architecture and in the interpreter. An outer scale of the whole tensor takes a pass of its own before, for the largest magnitude.
 """
@@ -15,7 +15,7 @@ architecture and in the interpreter. An outer scale of the whole tensor takes a 
 # ruff: noqa: RUF005
 from __future__ import annotations
 
-import struct
+from ctypes import c_float
 from functools import lru_cache
 from typing import Any
 
@@ -46,7 +46,8 @@ from kernels.nvfp4_tile import (
 )
 from kernels.philox import halves
 
-TURNS = 4  # tiles of a program, below one another
+TURNS, PROGRAMS = (16, 8, 4), 2048  # tiles of a program, below one another: as many as leave so many programs, or the last
+DOWN_REGISTERS = 112  # of a thread that writes codes of a transposed operand by chance, which else takes 150
 BLOCKS, BESIDE, WARPS = 256, 32, 4  # a tile: blocks of 16, or rows of a transposed operand
 VALUE_BLOCKS, VALUE_WARPS = 64, 2  # a tile along rows, where values are written: others load while one stores
 ROWS = 16  # of a program that dequantises
@@ -159,13 +160,14 @@ def quantize_kernel(x, scale, over, peak, codes, inner, outer, out, drawn, signs
             else:
                 most = shared(bits, ALONG)
             good, o, code, s, power = scales(bits, most, ALL, PART, SIX, SIXTH, MARGIN, HARDWARE, FUSED)
-            z = divided(v, s * o, power, FUSED)
             if CHANCE:
+                z = v
                 none = bits >> 31  # 0, which ties the counters to where the data lie
                 place = first_row + row + down + none
                 group = (first_column + column + at) // 8 + none
-                n, p = by_chance(z, not MARGIN), noise(seed_low, seed_high, place, group, middle, FUSED)
+                n, p = by_chance(v, s * o, not MARGIN, FUSED), noise(seed_low, seed_high, place, group, middle, FUSED)
             else:
+                z = divided(v, s * o, power, FUSED)
                 n, p = nearest(z)
             shown = tl.where(good, o, float("nan"))
             if out is not None:
@@ -222,11 +224,6 @@ def _steps(q: Quantized) -> dict[str, int]:
     return {"scale_row": q.inner.shape[1], "over_row": 0 if whole else q.outer.shape[1], "over_column": 0 if whole else 1}
 
 
-def _rounded(number: float) -> float:
-    """To float32."""
-    return struct.unpack("f", struct.pack("f", number))[0]
-
-
 @lru_cache(maxsize=4096)
 def _plan(rows: int, columns: int, blocks: int, along: bool, again: bool, itemsize: int, even: bool, margin: float, tall: bool,
           tensor: bool, search: bool, apart: bool, chance: bool, rotated: bool) -> tuple:
@@ -237,9 +234,9 @@ def _plan(rows: int, columns: int, blocks: int, along: bool, again: bool, itemsi
         a, here, wide = blocks // b, blocks // b, 16 * b
     else:
         a, b, here, wide = 8, BESIDE, BESIDE, OUTER
-    six, top = (_rounded(margin * number) for number in (TOP_CODE, TOP_SCALE * TOP_CODE))
-    turns = 1 if again else TURNS
+    six, top = (c_float(margin * number).value for number in (TOP_CODE, TOP_SCALE * TOP_CODE))
     across = triton.cdiv(tiles * OUTER, wide)
+    turns = 1 if again else next((n for n in TURNS if triton.cdiv(rows, here * n) * across >= PROGRAMS), TURNS[-1])
     full = rows % here == 0 and columns % OUTER == 0 and not again
     constants = Kept({
         "A": a, "B": b, "TURNS": turns, "ALONG": along, "AGAIN": again, "ROTATED": rotated, "TALL": tall, "TENSOR": tensor,
@@ -266,12 +263,13 @@ def quantize_launch(x: Tensor | Quantized, codes: Tensor | None = None, inner: T
     arguments = {"x": x.codes if again else x, "scale": x.inner.view(torch.uint8) if again else None,
                  "over": x.outer if again else None, "peak": peak, "codes": None if codes is None else codes.view(torch.int32),
                  "inner": inner, "outer": outer, "out": out, **_chance(noise, signs),
-                 "middle": 0x80, "first_row": origin[0], "first_column": origin[1], "rows": rows, "columns": columns,
+                 "middle": 0x8000, "first_row": origin[0], "first_column": origin[1], "rows": rows, "columns": columns,
                  "width": 0 if out is None else out.shape[1], "pitch": 0 if out is None else out.stride(0),
                  "stride": x.codes.shape[1] if again else x.stride(0 if along else 1),
                  **(_steps(x) if again else {"scale_row": 0, "over_row": 0, "over_column": 0}),
                  "tiles": triton.cdiv(columns, OUTER), "across": across}
-    return Launch(quantize_kernel, grid, arguments, constants, warps, by_arch)
+    limited = not along and out is None and noise is not None and size == 2 and constants["FULL"]
+    return Launch(quantize_kernel, grid, arguments, constants, warps, by_arch, DOWN_REGISTERS if limited else None)
 
 
 def dequantize_launch(q: Quantized, out: Tensor) -> Launch:
@@ -353,8 +351,7 @@ def requantize(given: Quantized, rounding: str = "nearest", margin: float = 1.0,
                noise: Keyed = None, *, signs: Keyed = None, origin: tuple[int, int] = (0, 0)) -> Quantized:
     """[r, k] quantised along k -> its transpose [k, r] quantised along r, from the dequantised values; options as in `quantize`."""
     checked(torch.empty(0, 0), rounding, margin, outer, 1, noise, origin)
-    shape = given.columns, len(given.codes)
-    return _quantized(given, shape, given.codes.device, margin, outer, 1, noise, signs, origin, None)
+    return _quantized(given, (given.columns, len(given.codes)), given.codes.device, margin, outer, 1, noise, signs, origin, None)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

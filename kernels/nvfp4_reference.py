@@ -4,7 +4,7 @@ x [r, k] is cut along k, the contraction, filled up with zeros to K, a multiple 
 
     o = amax128 / (448 · 6 · m)      1 where amax is 0; amax of the whole tensor where outer is "tensor"; float32
     s = E4M3(amax16 / o / (6 · m))   to nearest, at least 2^-9; over 16x16 where block is 16 (o then over 16x128)
-    z = x / (s · o)                  one division
+    z = x / (s · o)                  one division; by chance x · (1 / (s · o)), the reciprocal rounded: 2^-24 of z at most
     q = E2M1(z)                      0, .5, 1, 1.5, 2, 3, 4, 6 and negatives; to nearest, ties to the even code; or by chance
     x' = (q · s) · o                 q · s is exact in bfloat16, so one rounding
 
@@ -109,7 +109,8 @@ def nvfp4_quantize(x: Tensor, rounding: str = "nearest", margin: float = 1.0, ou
         # a subnormal number is its code in steps of 2^-9
         s = torch.where(t < SMALL, (t * 512.0).ceil().clamp(max=8.0).to(torch.uint8), s)
     s = s.clamp(min=1).view(torch.float8_e4m3fn)
-    z = torch.where(finite[..., None, None], x, 0.0) / (s.to(torch.float32) * o[..., None])[..., None]
+    x, d = torch.where(finite[..., None, None], x, 0.0), (s.to(torch.float32) * o[..., None])[..., None]
+    z = x / d if noise is None else by_reciprocal(x, d)
     u = None if noise is None else uniform(noise, rows, x.shape[1] * OUTER, origin, x.device).view(x.shape)
     return Quantized(pack(e2m1(z, u).flatten(1)), s.flatten(1), torch.where(finite, o, torch.nan), columns)
 
@@ -237,13 +238,20 @@ def rotate(x: Tensor, signs: int | Tensor) -> Tensor:
     return y.flatten(-2)
 
 
+def by_reciprocal(x: Tensor, d: Tensor) -> Tensor:
+    """x times the float32 number nearest to 1 / d, exact: float64. d > 0; |x| at most some 2^100 d. A power of two takes d to
+    [.5, 1), or as near as float32 goes, so that neither 1 / d nor x leaves float32's normal numbers; a z below 2^-126 is 0."""
+    power = (0x7E800000 - (d.view(torch.int32) & 0x7F800000)).view(torch.float32)
+    return (x * power).to(torch.float64) * torch.reciprocal(d * power).to(torch.float64)
+
+
 def e2m1(z: Tensor, u: Tensor | None = None) -> Tensor:
-    """float32 -> codes uint8 (sign in bit 3); beyond 6 it clips. u: of rounding by chance, else to nearest, ties to even."""
+    """Codes uint8 (sign in bit 3); beyond 6 it clips. u: of rounding by chance, else to nearest, ties to even."""
     a = z.abs().clamp(max=TOP_CODE)
-    exponent = (a.clamp(min=1.0).view(torch.int32) >> 23) - 127
+    exponent = (a.to(torch.float32).clamp(min=1.0).view(torch.int32) >> 23) - 127
     k = a * ((128 - exponent) << 23).view(torch.float32)  # steps of .5 below 2, of 1 below 4, of 2
     k = k.round() if u is None else ((k * 2.0**22).round() * 2.0**-22 + u).floor()
-    return ((exponent << 1) + k.to(torch.int32) + (z.contiguous().view(torch.int32) >> 28 & 8)).to(torch.uint8)
+    return ((exponent << 1) + k.to(torch.int32) + torch.signbit(z) * 8).to(torch.uint8)
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -1,18 +1,18 @@
 """What NVFP4's kernels do with a tile: 16 tensors [A, B], the elements of a block of 16 each, so that a thread holds whole blocks.
 
 Rotation, largest magnitudes of a block, codes and packing stay within a thread; 8 threads share an outer scale. The formulas
-stand in kernels/nvfp4_reference.py, the kernels in kernels/nvfp4.py. What costs a division an element is one a block:
+stand in kernels/nvfp4_reference.py, the kernels in kernels/nvfp4.py. To nearest, what costs a division an element is one a block:
 
     r = 1 / d, rounded down         e = 1 - r d         l = e r (1 + e), up         z = x r + x l        products fused into sums
 
 which falls to the same code as x / d rounded once, whatever the divisor (tests/test_nvfp4_kernels.py goes through E2M1's decision
-edges); by chance, a last bit of z that differs shows once in 2^40 elements. Both terms have the sign of x, which a z of 0 keeps. x
-and d are multiplied by a power of two before where r or l would leave float32's normal numbers. The interpreter has no fused sum,
-it divides.
+edges). Both terms have the sign of x, which a z of 0 keeps. x and d are multiplied by a power of two before where r or l would
+leave float32's normal numbers. The interpreter has no fused sum, it divides. By chance, z is x times 1 / d rounded, both brought
+near 1 by a power of two of d's size: two products an element.
 
 Codes are read off float32's bits. z · 2^-126 moves E2M1's smallest exponent onto float32's: the bits are then the code and 22 bits
-of fraction, sign apart, on which rounding by chance is an integer sum. To nearest, adding 1.5 · 2^23 steps leaves the multiple of
-the step in the lowest bits, ties to even.
+of fraction, sign apart, on which rounding by chance is an integer sum; the power of two is part of the second product. To nearest,
+adding 1.5 · 2^23 steps leaves the multiple of the step in the lowest bits, ties to even.
 """
 # Triton has no starred tuples:
 # ruff: noqa: RUF005
@@ -29,8 +29,10 @@ INFINITE = tl.constexpr(0x7F800000)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2^23: added to a small number, it leaves the nearest integer in the lowest bits
 HALF_MAGIC = tl.constexpr(6291456.0)
 DOWN, UP = tl.constexpr(2.0**-126), tl.constexpr(2.0**116)  # into E2M1's place in float32, and most of the way back
+TOP_DOWN = tl.constexpr(6.0 * 2.0**-126)
 REST = tl.constexpr(2.0**10)
 VALUE = tl.constexpr(0x81C00000 - (1 << 32))  # sign and code in such a number
+SIGNS, ODD = tl.constexpr(0x80008000 - (1 << 32)), tl.constexpr(0xF0F0F0F0 - (1 << 32))
 
 
 @triton.jit
@@ -156,11 +158,17 @@ def over(x, NUMBER: tl.constexpr, INVERSE: tl.constexpr, FUSED: tl.constexpr):
 
 
 @triton.jit
+def near_inverse(d):
+    """What rcp.rn begins with: near + near (1 - d near), products fused into sums, is 1 / d rounded; without its detour for other
+    exponents than d may have here."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], tl.float32, True, 1)
+
+
+@triton.jit
 def inverse(d):
     """(1 / d rounded down, what is missing from it rounded up), of a d between 2^-100 and 2^100."""
-    # the approximation and the step by which rcp.rn makes it the rounded one, without its detour for other exponents
     one = tl.full(d.shape, 1.0, tl.float32)
-    near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], tl.float32, True, 1)
+    near = near_inverse(d)
     part = tl.fma(near, d * -1.0, one)
     r = tl.inline_asm_elementwise("fma.rm.f32 $0, $1, $2, $1;", "=f,f,f", [near, part], tl.float32, True, 1)
     rest = tl.fma(r, d * -1.0, one)
@@ -214,15 +222,15 @@ def divided(v, d, power, FUSED: tl.constexpr):
 
 @triton.jit
 def _spread(word, middle, HIGH: tl.constexpr, FUSED: tl.constexpr):
-    """16 bits of a word as bits 8 to 23, the next one, of `middle`, set."""
-    if FUSED:
-        # bytes (middle, the two, 0): one instruction where shifts and masks are three
-        if HIGH:
-            piece = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5324;", "=r,r,r", [word, middle], tl.int32, True, 1)
-        else:
-            piece = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5104;", "=r,r,r", [word, middle], tl.int32, True, 1)
+    """16 bits of a word as the highest ones; the next, of `middle`, is set."""
+    if HIGH:
+        piece = word & 0xFFFF0000 | middle
+    elif FUSED:
+        # by the multiplier, which waits for less than shifts and logic; 2^16 as a number that the assembler does not know
+        piece = tl.inline_asm_elementwise("mad.lo.u32 $0, $1, $2, $3;", "=r,r,r,r", [word, middle + middle, middle], tl.uint32,
+                                          True, 1)
     else:
-        piece = ((word >> 8 if HIGH else word << 8) & 0xFFFF00 | 0x80).to(tl.int32)
+        piece = word << 16 | middle
     return piece
 
 
@@ -245,6 +253,26 @@ def _bytes(a, b, c, d, TOP: tl.constexpr, FUSED: tl.constexpr):
 
 
 @triton.jit
+def _tops(a, b, FUSED: tl.constexpr):
+    """Of two words with sign and code as `VALUE` has them: those of the first in bits 12 to 15, of the second in 28 to 31."""
+    if FUSED:
+        w = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], tl.int32, True, 1)
+    else:
+        w = (a >> 16 & 0xFFFF) | (b & -65536)
+    return (w << 6 & 0x7FFF7FFF) | (w & SIGNS)
+
+
+@triton.jit
+def _fours(a, b, FUSED: tl.constexpr):
+    """Four of those, each in the high half of a byte."""
+    if FUSED:
+        word = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [a, b], tl.int32, True, 1)
+    else:
+        word = (a >> 8 & 255) | (a >> 24 & 255) << 8 | (b >> 8 & 255) << 16 | (b >> 24 & 255) << 24
+    return word
+
+
+@triton.jit
 def philox(k0, k1, c0, c1):
     """Four words of Philox4x32-10 at counter (c0, c1, 0, 0); kernels/philox.py. The product of a round is one of 64 bits."""
     c2, c3 = c0 * 0, c0 * 0
@@ -259,8 +287,9 @@ def philox(k0, k1, c0, c1):
 
 @triton.jit
 def noise(seed_low, seed_high, row, group, middle, FUSED: tl.constexpr):
-    """Of 16 elements 24 bits each, see `_spread`. row [A, B]; group [A, B]: of 8 columns, even."""
+    """Of 16 elements a word each, see `_spread`. row [A, B]; group [A, B]: of 8 columns, even."""
     low, high = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
+    middle = middle.to(tl.uint32)
     u = ()
     for n in tl.static_range(2):
         w0, w1, w2, w3 = philox(low, high, (group + n).to(tl.uint32), row.to(tl.uint32))
@@ -271,14 +300,23 @@ def noise(seed_low, seed_high, row, group, middle, FUSED: tl.constexpr):
 
 
 @triton.jit
-def by_chance(z, CLIP: tl.constexpr):
-    """Bits of 16 numbers: sign, then from bit 22 on the code."""
+def by_chance(v, d, CLIP: tl.constexpr, FUSED: tl.constexpr):
+    """Bits of 16 quotients by d: sign, then from bit 22 on the code."""
+    power = (0x7E800000 - (d.to(tl.int32, bitcast=True) & INFINITE)).to(tl.float32, bitcast=True)
+    e = d * power
+    one = tl.full(d.shape, 1.0, tl.float32)
+    if FUSED:
+        near = near_inverse(e)
+        r = tl.fma(near, tl.fma(near, e * -1.0, one), near)
+    else:
+        r = tl.div_rn(one, e)
+    r *= DOWN
     n = ()
     for i in tl.static_range(16):
-        a = z[i]
+        a = v[i] * power * r
         if CLIP:
-            a = tl.minimum(tl.maximum(a, -6.0), 6.0)
-        n = n + ((a * DOWN).to(tl.int32, bitcast=True),)
+            a = tl.minimum(tl.maximum(a, -TOP_DOWN), TOP_DOWN)
+        n = n + (a.to(tl.int32, bitcast=True),)
     return n
 
 
@@ -295,33 +333,41 @@ def nearest(z):
 
 
 @triton.jit
-def _nibbles(code, sign, FIRST: tl.constexpr, CHANCE: tl.constexpr, FUSED: tl.constexpr):
-    """Codes of elements FIRST, + 2, + 4 and + 6 in the low halves of a word's bytes."""
-    low = _bytes(code[FIRST], code[FIRST + 2], code[FIRST + 4], code[FIRST + 6], CHANCE, FUSED)
-    if CHANCE:
-        top = low
-    else:
-        low = (low & 0x07070707) + 0x05050505
-        top = _bytes(sign[FIRST], sign[FIRST + 2], sign[FIRST + 4], sign[FIRST + 6], True, FUSED)
-    return (low & 0x07070707) | (top >> 4 & 0x08080808)
+def _nearest_codes(z, t, FIRST: tl.constexpr, FUSED: tl.constexpr):
+    """A word of 8 codes from element FIRST on, of what `nearest` gave."""
+    code, sign = (), ()
+    for i in tl.static_range(8):
+        # code - 5 in the lowest three bits: those of the nearest multiple, and twice the exponent
+        bits = t[FIRST + i].to(tl.int32, bitcast=True)
+        code = code + ((bits >> 22) + bits,)
+        sign = sign + (z[FIRST + i].to(tl.int32, bitcast=True),)
+    half = ()
+    for i in tl.static_range(2):
+        low = (_bytes(code[i], code[i + 2], code[i + 4], code[i + 6], False, FUSED) & 0x07070707) + 0x05050505
+        top = _bytes(sign[i], sign[i + 2], sign[i + 4], sign[i + 6], True, FUSED)
+        half = half + ((low & 0x07070707) | (top >> 4 & 0x08080808),)
+    return half[0] | half[1] << 4
+
+
+@triton.jit
+def _chance_codes(n, p, FIRST: tl.constexpr, FUSED: tl.constexpr):
+    """A word of 8 codes from element FIRST on, of what `by_chance` gave and its noise."""
+    t = ()
+    for i in tl.static_range(8):
+        t = t + (n[FIRST + i] + (p[FIRST + i] >> 10).to(tl.int32),)
+    even = _fours(_tops(t[0], t[2], FUSED), _tops(t[4], t[6], FUSED), FUSED)
+    odd = _fours(_tops(t[1], t[3], FUSED), _tops(t[5], t[7], FUSED), FUSED)
+    return (even >> 4 & 0x0F0F0F0F) | (odd & ODD)
 
 
 @triton.jit
 def words(z, n, p, good, CHANCE: tl.constexpr, FUSED: tl.constexpr):
     """Codes of a block in two words, [A, B, 2], element 0 in the lowest bits. n, p: what `by_chance` gave and its noise, or what
     `nearest` gave."""
-    code, sign = (), ()
-    for i in tl.static_range(16):
-        if CHANCE:
-            # sign and code in the highest byte
-            code = code + ((((n[i] << 2) + p[i]) & 0x7FFFFFFF) | (n[i] & -2147483648),)
-        else:
-            # code - 5 in the lowest three bits: those of the nearest multiple, and twice the exponent
-            t = n[i].to(tl.int32, bitcast=True)
-            code = code + ((t >> 22) + t,)
-            sign = sign + (z[i].to(tl.int32, bitcast=True),)
-    first = _nibbles(code, sign, 0, CHANCE, FUSED) | _nibbles(code, sign, 1, CHANCE, FUSED) << 4
-    second = _nibbles(code, sign, 8, CHANCE, FUSED) | _nibbles(code, sign, 9, CHANCE, FUSED) << 4
+    if CHANCE:
+        first, second = _chance_codes(n, p, 0, FUSED), _chance_codes(n, p, 8, FUSED)
+    else:
+        first, second = _nearest_codes(z, n, 0, FUSED), _nearest_codes(z, n, 8, FUSED)
     return tl.join(tl.where(good, first, 0), tl.where(good, second, 0))
 
 
@@ -331,7 +377,7 @@ def values(z, n, p, s, o, type: tl.constexpr, CHANCE: tl.constexpr):
     found = ()
     for i in tl.static_range(16):
         if CHANCE:
-            v = (n[i] + (p[i] >> 2) & VALUE).to(tl.float32, bitcast=True) * (s * UP) * (o * REST)
+            v = (n[i] + (p[i] >> 10).to(tl.int32) & VALUE).to(tl.float32, bitcast=True) * (s * UP) * (o * REST)
         else:
             v = tl.fma(p[i], tl.full(s.shape, -HALF_MAGIC, tl.float32), n[i])
             bits = v.to(tl.int32, bitcast=True) | (z[i].to(tl.int32, bitcast=True) & -2147483648)

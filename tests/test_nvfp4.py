@@ -10,7 +10,7 @@ import torch
 from scipy.stats import norm
 
 from kernels import nvfp4_reference, reference
-from kernels.nvfp4_reference import GRID, MARGIN, e2m1, pack, rotate, swizzle, uniform, unpack, unswizzle
+from kernels.nvfp4_reference import GRID, MARGIN, by_reciprocal, e2m1, pack, rotate, swizzle, uniform, unpack, unswizzle
 from kernels.philox import halves
 
 GOLDEN = json.loads((Path(__file__).parent / "nvfp4_rtn.json").read_text())
@@ -73,6 +73,18 @@ def test_chance_is_unbiased():
     score = error[~exact] / (variance[~exact] / samples).sqrt()
     assert score.abs().max() < norm.isf(1e-3 / (2 * points))
     assert abs(score.square().mean().sqrt().item() - 1) < 0.03
+
+
+def test_what_chance_rounds_is_the_quotient_to_2_to_the_minus_24():
+    """By a reciprocal, whatever the scale: from float32's subnormal numbers to the largest scale there is, 2^128 / 6."""
+    torch.manual_seed(0)
+    d = torch.cat([(1 + torch.rand(64)) * 2.0**e for e in range(-126, 125)] + [torch.arange(1.0, 512.0) * 2.0**-149])
+    share = torch.cat([torch.tensor([6.0, -6.0, 1.0, -0.5, 2.0**-20]), torch.rand(11) * 12 - 6])
+    x = (d.double()[:, None] * share.double()).float()
+    z, exact = by_reciprocal(x, d[:, None]), x.double() / d.double()[:, None]
+    assert ((z - exact).abs() <= exact.abs() * 2.0**-24).all()
+    nothing = by_reciprocal(torch.tensor([0.0, -0.0]), torch.tensor([3.0]))
+    assert not nothing.any() and nothing.signbit().tolist() == [False, True]
 
 
 def test_the_margin_removes_the_bias_of_clipping():

@@ -43,7 +43,7 @@ def launches(entry: Entry) -> list[Launch]:
 
 def identity(launch: Launch, arch: int) -> tuple[Any, ...]:
     """Equal for launches that compile to the same code."""
-    return launch.kernel.__module__, launch.kernel.__name__, str(launch.signature(arch)), launch.warps, arch
+    return launch.kernel.__module__, launch.kernel.__name__, str(launch.signature(arch)), launch.warps, launch.registers, arch
 
 
 def resources(launch: Launch, arch: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.nvfp4_reference import rotate
+from kernels.nvfp4_reference import by_reciprocal, rotate
 from kernels.philox import philox
 from kernels.reference import over, power_above
 
@@ -66,12 +66,13 @@ def _drawn(key: Tensor, rows: Tensor, groups: Tensor) -> Tensor:
     return pieces.to(torch.float32).add(0.5).mul(2.0**-16).permute(1, 2, 0).reshape(len(rows), -1)
 
 
-def e2m1(z: Tensor, u: Tensor | None) -> Tensor:
+def e2m1(z: Tensor, u: Tensor | None = None) -> Tensor:
     """Rounded to 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives; beyond 6 it clips. NaN stays."""
     a = z.abs().clamp(max=6.0)
-    step = (a.clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32) * 0.5  # between codes: .5 below 2, then 1, then 2
+    # between codes: .5 below 2, then 1, then 2
+    step = (a.to(torch.float32).clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32) * 0.5
     a = (a / step).round() if u is None else (((a / step) * 2.0**22).round() * 2.0**-22 + u).floor()
-    return (a * step).copysign(z)
+    return (a * step).copysign(z).to(torch.float32)
 
 
 def _e4m3(x: Tensor) -> Tensor:
@@ -98,7 +99,7 @@ def nvfp4(x: Tensor, u: Tensor | None, margin: bool, outer: int | str, block: in
         s = torch.where(t < SMALL, (t * 512.0).ceil() / 512.0, s)
     s = s.clamp(min=TINY)
     scale = (s * o)[..., None]
-    codes = e2m1(x / scale, None if u is None else u.view(x.shape))
+    codes = e2m1(x / scale) if u is None else e2m1(by_reciprocal(x, scale), u.view(x.shape))
     inner, o = codes * s[..., None], o[..., None]
     return Blocks(inner * o, codes, scale, inner, o)  # one rounding: `inner` is exact
 
