@@ -18,12 +18,10 @@ from torch import Tensor
 from kernels import DTYPES
 from kernels.float8 import E4M3_FROM, from_code, to_code
 from kernels.launch import Kept, Launch
-from kernels.nvfp4_reference import SMALLEST, TOP_SCALE
 
 BLOCK = tl.constexpr(32)  # elements under a scale
 TILES = {True: (16, 128), False: (64, 64)}  # rows and columns of a program, where x has contiguous rows and where columns
 WARPS = 4
-TOP, LOWEST = tl.constexpr(TOP_SCALE), tl.constexpr(SMALLEST)
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
@@ -41,13 +39,12 @@ def rounded_kernel(x, out, rows, columns, row_step, column_step, pitch, across, 
     # the order of magnitudes is that of their bits, NaN above all
     most = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
     good = most < 0x7F800000
-    amax = tl.where(good, most, 0).to(tl.float32, bitcast=True)
-    least = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, TOP, tl.float32)), LOWEST)
-    power = (least.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    # 448 is 1.75 · 2^8: a magnitude beyond 1.75 · 2^e needs the next power
+    power = tl.maximum((tl.where(good, most, 0) + 0x1FFFFF & 0x7F800000) - (8 << 23), 1 << 23)
     scale = power.to(tl.float32, bitcast=True)
     inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
-    z = tl.where(good[:, :, None], v * inverse[:, :, None], 0.0)
-    code = from_code(to_code(z, 3, -6, HARDWARE), tl.float32, 3, -6, HARDWARE)
+    code = from_code(to_code(v * inverse[:, :, None], 3, -6, HARDWARE), tl.float32, 3, -6, HARDWARE)
+    # whatever the codes of a NaN or Inf are, times NaN
     found = code * tl.where(good, scale, float("nan"))[:, :, None]
     found = tl.reshape(found, (ROWS, COLUMNS)).to(out.dtype.element_ty)
     if FULL:

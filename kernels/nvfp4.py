@@ -47,7 +47,7 @@ from kernels.nvfp4_tile import (
 from kernels.philox import halves
 
 TURNS, PROGRAMS = (16, 8, 4), 2048  # tiles of a program, below one another: as many as leave so many programs, or the last
-DOWN_REGISTERS = 112  # of a thread that writes codes of a transposed operand by chance, which else takes 150
+DOWN_REGISTERS = 120  # of a thread that rounds two blocks of a transposed operand by chance: 16 warps run at once
 BLOCKS, BESIDE, WARPS = 256, 32, 4  # a tile: blocks of 16, or rows of a transposed operand
 VALUE_BLOCKS, VALUE_WARPS = 64, 2  # a tile along rows, where values are written: others load while one stores
 ROWS = 16  # of a program that dequantises
@@ -268,7 +268,7 @@ def quantize_launch(x: Tensor | Quantized, codes: Tensor | None = None, inner: T
                  "stride": x.codes.shape[1] if again else x.stride(0 if along else 1),
                  **(_steps(x) if again else {"scale_row": 0, "over_row": 0, "over_column": 0}),
                  "tiles": triton.cdiv(columns, OUTER), "across": across}
-    limited = not along and out is None and noise is not None and size == 2 and constants["FULL"]
+    limited = not along and noise is not None and size == 2 and constants["FULL"]
     return Launch(quantize_kernel, grid, arguments, constants, warps, by_arch, DOWN_REGISTERS if limited else None)
 
 

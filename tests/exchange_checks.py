@@ -24,7 +24,9 @@ EXCHANGED = [{"group": 128}, {"group": 64, "mode": "paper"}, {"group": 128, "had
 def check(device: str, dtype: torch.dtype, n: int, options: dict[str, Any], peers: int = 2, product: bool | None = None,
                    calls: int = 3) -> bool:
     """All ranks in this process: equal to encode and total or decode, bit for bit. On a GPU ranks meet, each on a stream of its
-    own; elsewhere they cannot run at once, so all write before the first reads."""
+    own; elsewhere they cannot run at once, so all write before the first reads, and a product's sums have the order that the
+    processor's matrix library takes for so many rows."""
+    summed = product and device == "cpu"
     read = {k: v for k, v in options.items() if k in READ}
     own, mode = taco, {}
     if options.get("mode") == "quotient":  # the kernels of kernels/grouped.py, which take no mode
@@ -56,8 +58,9 @@ def check(device: str, dtype: torch.dtype, n: int, options: dict[str, Any], peer
         for rank in range(peers):
             wires = [each.view(sent, row)[:, :size].contiguous() for each in slots]
             want = own.encode(x[rank], **options, product=product)
-            alike = torch.equal(wires[rank], want) if options.get("mode", "lean") == "lean" else (
-                near(wires[rank], want, {"format": "e4m3", **options}) is None)  # alpha is a sum, whose order may be another
+            # alpha is a sum, whose order may be another
+            alike = torch.equal(wires[rank], want) if options.get("mode", "lean") == "lean" and not summed else (
+                near(wires[rank], want, {"format": "e4m3", "mode": "lean", **options}) is None)
             assert alike, (sent, received, rank)
             mine = torch.stack([wire[rank if sent > 1 else 0] for wire in wires])
             want = torch.empty(received, n, dtype=dtype, device=device)
@@ -65,7 +68,9 @@ def check(device: str, dtype: torch.dtype, n: int, options: dict[str, Any], peer
                 own.total(mine, **read, out=want[0], product=product)
             else:
                 own.decode(mine, **read, out=want, product=product)
-            assert same(out[rank], want), (sent, received, rank)
+            alike = same(out[rank], want) or (summed and torch.equal(out[rank].isnan(), want.isnan()) and
+                                              (out[rank] - want).nan_to_num().norm() < 1e-6 * want.nan_to_num().norm())
+            assert alike, (sent, received, rank)
     return True
 
 

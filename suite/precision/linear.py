@@ -172,12 +172,11 @@ def _backward(dy: Tensor, x: Tensor, w: Tensor, noise: Tensor, retained: Tensor 
     if call.recipe.plain(layer) or not dy.numel():
         return dy @ w.to(dy.dtype), dy.t() @ x.to(dy.dtype)
     (t, d_in), k = x.shape, len(retained) if _chosen(retained) else 0
-    order = torch.cat([retained, rest]) if k else None
-    aligned = call.recipe.aligned
-    if k and aligned == "none":
-        w = taken(w, order)
-    if k and aligned != "both":
-        x = taken(x, order)
+    if k:
+        order = torch.cat([retained, rest])
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        w = w if call.recipe.originals[1] else taken(w, place)  # dX lies as X did: that is a pass over W, not over dX
+        x = taken(x, order) if call.recipe.originals[0] else x
     a = call.give(3, dy, call.tokens(t), call.outputs())
     b = call.give(4, w.t(), call.inputs(d_in), call.outputs())
     dx = call.product(a, b, dy.dtype)
@@ -188,9 +187,7 @@ def _backward(dy: Tensor, x: Tensor, w: Tensor, noise: Tensor, retained: Tensor 
         return dx, dw
     a = call.give(5, dy.t(), call.outputs(), call.tokens(t), MXFP8)
     b = call.give(6, x[:, :k].t(), call.inputs(k), call.tokens(t), MXFP8)
-    dw = torch.cat([call.product(a, b, dy.dtype), dw], 1)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return taken(dx, place), taken(dw, place)
+    return dx, taken(torch.cat([call.product(a, b, dy.dtype), dw], 1), place)
 
 
 def _call(recipe: int, wire: int, noise: Tensor, layer: int, name: str, maps: Sequence[int], columns: Sequence[int]) -> Call:
