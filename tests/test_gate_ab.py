@@ -124,7 +124,7 @@ def test_the_worktree_goes_after_ctrl_c(tmp_path):
             tree = Path(one.stdout.readline().strip())
             assert tree.is_dir()
             one.send_signal(how)
-            one.wait(20)
+            one.wait(60)
         assert not tree.parent.exists() and git(folder, "worktree", "list").count("\n") == 1
 
 

@@ -225,7 +225,7 @@ def test_two_processes_never_measure_at_once_and_loss_runs_take_a_gpu_each(copy)
 
     both = [
         project.start(
-            copy, "suite.cli", "launch", f"g{i}", "--stamp", f"results/g{i}.json", f"slowgpu{i}", FAKE_GPUS="2", FAKE_STEPS="6"
+            copy, "suite.cli", "launch", f"g{i}", "--stamp", f"results/g{i}.json", f"slowgpu{i}", FAKE_GPUS="2", FAKE_STEPS="40"
         )
         for i in range(2)
     ]
